@@ -26,6 +26,7 @@ def block(result: dict[str, Any], soak: dict[str, Any] | None) -> str:
     rows = [
         [
             f"{row['tokens']:,}",
+            "as the model, 32" if row["bits"] == 16 else str(row["bits"]),
             f"{row['ours_over_stock']:.2f}",
             " / ".join(f"{ratio:.2f}" for ratio in row["ratios"]),
         ]
@@ -71,7 +72,7 @@ def block(result: dict[str, Any], soak: dict[str, Any] | None) -> str:
         *_as_on_cuda(found.get("runner")),
         "Decoded tokens per second over those of vLLM's own CPU backend, 8 requests at once, "
         "budget 1,024, compressions included:",
-        table(["tokens", "ours over vLLM's", "each pair"], rows),
+        table(["tokens", "bits of ours", "ours over vLLM's", "each pair"], rows),
         "The models are tiny (4 or 6 layers, heads of 32 channels), so that the overhead of every "
         "operation is visible.",
         *_price(found.get("price")),

@@ -24,8 +24,9 @@ price        The time of one prompt of 12,000 tokens over that of vLLM's own bac
              own scheduler, with which pages are compressed wherever they are full, and with
              ``PageScheduler``, with which they are compressed after whole pieces of a prompt.
 prompts      The right answers to LongEval questions with both, in bfloat16.
-throughput   Decoded tokens per second with 8 requests of 12,000 and of 1,000 tokens. Runs of both
-             backends alternate, and the median of the paired ratios is reported.
+throughput   Decoded tokens per second with 8 requests of 12,000 and of 1,000 tokens, ours in the
+             model's dtype and in 8 bits. Runs of both backends alternate, and the median of the
+             paired ratios is reported.
 parallel     Answers of two ranks of tensor parallelism equal to those of one.
 runner       Answers equal to those of vLLM's first model runner with what vLLM uses on CUDA, in
              Triton's interpreter (``benchmarks/interpreter``): the model runner V2, two stages of
@@ -564,27 +565,31 @@ def prompts(count: int) -> Job:
 def throughput(rounds: int, seed: int) -> list[Job]:
     """The part throughput: decoded tokens per second, over the steps in which 8 requests decode."""
     found = []
+    pages = {16: SMALL, 8: {**SMALL, "KVSKETCH_BITS": "8"}}
     for tokens in (12_000, 1000):
         asked = drawn([tokens] * 8, 200, seed)
         engine = {"max_model_len": 16_000, "max_num_seqs": 8}
-        rates: dict[str, list[float]] = {"stock": [], "ours": []}
+        rates: dict[int, list[float]] = {0: [], **{bits: [] for bits in pages}}
         for _ in range(rounds):
-            for name, variables in (("stock", {}), ("ours", SMALL)):
+            for bits, variables in {0: {}, **pages}.items():
                 given = {**variables, "VLLM_CPU_KVCACHE_SPACE": "4"}
                 result = run(asked, given, **engine)
                 steps = [s for s, _, out in result["steps"] if out == 8][5:-1]
                 # The mean, unlike the median, includes compressions.
-                rates[name].append(8 * len(steps) / sum(steps))
-        pairs = [o / s for o, s in zip(rates["ours"], rates["stock"], strict=True)]
-        found.append(
-            {
-                "tokens": tokens,
-                "rounds": rounds,
-                "ours_over_stock": statistics.median(pairs),
-                "ratios": pairs,
-                **{f"{name}_tokens_per_s": statistics.median(r) for name, r in rates.items()},
-            }
-        )
+                rates[bits].append(8 * len(steps) / sum(steps))
+        for bits in pages:
+            pairs = [o / s for o, s in zip(rates[bits], rates[0], strict=True)]
+            found.append(
+                {
+                    "tokens": tokens,
+                    "bits": bits,
+                    "rounds": rounds,
+                    "ours_over_stock": statistics.median(pairs),
+                    "ratios": pairs,
+                    "stock_tokens_per_s": statistics.median(rates[0]),
+                    "ours_tokens_per_s": statistics.median(rates[bits]),
+                }
+            )
     return found
 
 

@@ -346,6 +346,25 @@ def test_a_head_of_sinks_and_recent_tokens_alone(method: Any, some: int) -> None
     assert bool(out.isfinite().all())
 
 
+@pytest.mark.parametrize("method", [H2O, HeavyMerge])
+def test_rows_of_several_layers_with_numbers(method: Any) -> None:
+    """Rows of a larger batch have its numbers, as many as one layer has rows. Some heads have room
+    for their new tokens."""
+    pages = []
+    for layer in range(3):
+        slots = slots_of(torch.Generator().manual_seed(layer), 3, 400, True)
+        page = Page(slots, None, 12, Bits(4, 4), 2, 4)
+        more = slots_of(torch.Generator().manual_seed(9), 3, 12, False)
+        page.append(Slots(more.keys, more.values, score=more.score))
+        pages.append(page)
+    budget = torch.tensor([[420, 400, 400], [400, 420, 400]])
+    newest = [compress.Newest.of(page, budget, around=(2, 4), room=12) for page in pages]
+    numbered = method()
+    numbered.number_rows(torch.tensor([3, 9]))
+    for page in compress.compress_newest(numbered, newest):
+        assert torch.equal(page.held, budget.clamp(max=412))
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 1 << 20),
@@ -390,7 +409,9 @@ def test_parts_together_are_as_alone(seed: int, uneven: list[bool], same: bool, 
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("given", [{"budget": 0.3}, {"budget": 40}, {"budget": 40, "bits": 8}])
+@pytest.mark.parametrize(
+    "given", [{"budget": 0.3}, {"budget": 0.5}, {"budget": 40}, {"budget": 40, "bits": 8}]
+)
 def test_layers_together_are_as_alone(
     llama: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
 ) -> None:

@@ -15,7 +15,7 @@ from kvsketch.page.layout import Layout
 from kvsketch.page.quantized import Bits
 from kvsketch.page.schedule import Rhythm
 from kvsketch.slots import Slots
-from kvsketch.vllm.pages import Counts, Pages
+from kvsketch.vllm.pages import Counts, Pages, compress_all
 from kvsketch.vllm.rounds import Copies, rounds
 from kvsketch.vllm.states import KnownPages
 
@@ -124,7 +124,7 @@ class Served:
         self.blocks.put(pages, seen + np.array(sizes), states.last)
         q, k, v = (torch.cat([part[2][i] for part in parts]) for i in range(3))
         out = torch.full_like(q, torch.nan)
-        self.pages.attend(q, k, v, self.held, todo, out)
+        compress_all(self.pages.attend(q, k, v, self.held, todo, out))
         return list(out.split(sizes))
 
 

@@ -21,6 +21,7 @@ from kvsketch.page.schedule import Rhythm
 from kvsketch.slots import Slots
 from kvsketch.vllm.checks import check_drafts, check_engine, check_settings, guesses_for
 from kvsketch.vllm.drafts import Step
+from kvsketch.vllm.pages import compress_all
 from kvsketch.vllm.rounds import rounds
 from kvsketch.vllm.states import KnownPages, States, alone
 
@@ -90,10 +91,12 @@ class _Drafts:
         ]
         q, k, v = (torch.cat([row[i] for row in rows]) for i in range(3))
         out = torch.zeros_like(q)
-        layer.pages.attend(q, k, v, layer.held, step.read(starts, rejected, made), out)
+        todo = step.read(starts, rejected, made)
+        compress_all(layer.pages.attend(q, k, v, layer.held, todo, out))
         for ahead in range(1, guesses):
             one, behind = np.arange(len(parts) + 1), torch.zeros_like(noise[0])
-            layer.pages.attend(*noise, layer.held, step.guess(ahead, one, made), behind)
+            todo = step.guess(ahead, one, made)
+            compress_all(layer.pages.attend(*noise, layer.held, todo, behind))
             assert not behind.isnan().any()
         self.noise, self.behind = noise, behind
         theirs = [out[at : at + good] for at, good in zip(starts, right, strict=False)]

@@ -3,12 +3,18 @@ in pages of vLLM, to the bit, after every compression of a prompt in pieces and 
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from kvsketch.budget import Budget
+from kvsketch.cache import stream as stream_module
+from kvsketch.cache import together
+from kvsketch.cache.compress import compress_newest
 from kvsketch.cache.stream import Stream
 from kvsketch.cache.window import windowed
+from kvsketch.kernels import native
 from kvsketch.observed import Observed
 from kvsketch.page.memory import rows_of
 from kvsketch.page.quantized import Bits
@@ -53,10 +59,10 @@ def kept_in(served: Served, row: int, held: int) -> Slots:
     return together.take((together.masses() != 0).long().argsort(dim=-1, stable=True))
 
 
-def cut_up(seen: int, until: int, generator: torch.Generator) -> list[int]:
-    """Random sizes of chunks from ``seen`` to ``until`` that end at multiples of ``PIECE``, but for
+def cut_up(seen: int, until: int, generator: torch.Generator, piece: int) -> list[int]:
+    """Random sizes of chunks from ``seen`` to ``until`` that end at multiples of ``piece``, but for
     the last."""
-    ends = [*range((seen // PIECE + 1) * PIECE, until, PIECE), until]
+    ends = [*range((seen // piece + 1) * piece, until, piece), until]
     some = torch.rand(len(ends), generator=generator).lt(0.5).tolist()
     chosen = [end for end, is_ in zip(ends, some, strict=True) if is_ or end == until]
     return [end - start for start, end in zip([seen, *chosen], chosen, strict=False)]
@@ -75,9 +81,28 @@ CASES = [
 def test_slots_are_equal_to_the_bit(prompt, method, dtype, bits):
     """Of a prompt that ends with a piece, with a single token behind one, within the budget, and
     before a layer is full."""
+    assert_equal(prompt, method, dtype, bits, BUDGET, PIECE)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("method", "bits"), [("heavy_merge", 4), ("heavy_merge", 8), ("h2o", 8)])
+def test_large_pages_are_equal_to_the_bit(method, bits, dtype, compiled):
+    """Of which decoded tokens are compressed with the slots of the lowest scores alone."""
+    with (
+        native.switched(compiled),
+        mock.patch.object(together, "compress_newest", wraps=together.compress_newest) as served,
+        mock.patch.object(stream_module, "compress_newest", wraps=compress_newest) as streamed,
+    ):
+        assert_equal(700, method, dtype, bits, 600, 256)
+    assert served.call_count == streamed.call_count == 2
+
+
+def assert_equal(prompt, method, dtype, bits, budget, piece):
+    """The slots of a request in both, after each compression."""
     generator = torch.Generator().manual_seed(METHODS.index(method))
-    rhythm = Schedule(2, 6, BUFFER, bits != 16).rhythm(BUDGET)
-    last = prompt - (prompt % PIECE == 1)  # a piece of one token is decoded
+    rhythm = Schedule(2, 6, BUFFER, bits != 16).rhythm(budget)
+    last = prompt - (prompt % piece == 1)  # a piece of one token is decoded
     decoded = [last + rhythm.every, last + 2 * rhythm.every]
     if prompt < rhythm.first:
         decoded = [rhythm.slots, rhythm.slots + rhythm.every]
@@ -86,21 +111,24 @@ def test_slots_are_equal_to_the_bit(prompt, method, dtype, bits):
     request = [t.to(dtype) for t in drawn(bits, tokens)]
     middle = None if bits == 16 else ((rhythm.middle,) * KV, Bits(bits, bits))
     served = Served(method, rhythm, queries_of(method, rhythm), None, dtype, middle)
-    stream = Stream(windowed(method, 2, 6), Budget(BUDGET), BUFFER, bits=bits, streaming=True)
-    stream.pace.piece = PIECE
+    stream = Stream(windowed(method, 2, 6), Budget(budget), BUFFER, bits=bits, streaming=True)
+    stream.pace.piece = piece
     begun, until = prompt + answer, tokens
-    sizes = [*cut_up(0, prompt, generator), *[1] * answer, *cut_up(begun, until, generator)]
+    sizes = [*cut_up(0, prompt, generator, piece), *[1] * answer]
+    sizes += cut_up(begun, until, generator, piece)
     found = streamed(stream, request, sizes)
-    ends = {end for end in range(PIECE, until, PIECE) if end < prompt or end > begun}
+    ends = {end for end in range(piece, until, piece) if end < prompt or end > begun}
     ends |= {prompt} if prompt == last > rhythm.first else set()
     assert [at for at, _ in found] == sorted({*ends, *decoded, until})
     seen = 0
     for at, slots in found:
         for end, whole in ((min(at, prompt), True), (min(at, begun), False), (at, True)):
-            sizes = cut_up(seen, end, generator) if whole and seen < end else [1] * (end - seen)
+            sizes = [1] * (end - seen)
+            if whole and seen < end:
+                sizes = cut_up(seen, end, generator, piece)
             for size in sizes:
                 part = [t[seen : seen + size] for t in request]
-                served.step([(4, seen, part)], pieces=[PIECE if whole else 0])
+                served.step([(4, seen, part)], pieces=[piece if whole else 0])
                 seen += size
         other = kept_in(served, 4, rhythm.slots - rhythm.every)
         theirs, ours = other.masses() != 0, slots.masses() != 0

@@ -17,6 +17,7 @@ from kvsketch.observed import Observed
 from kvsketch.page.quantized import FULL, Bits
 from kvsketch.page.schedule import Rhythm
 from kvsketch.slots import Slots
+from kvsketch.vllm.pages import compress_all
 from kvsketch.vllm.rounds import Copies, rounds
 from kvsketch.vllm.states import KnownPages, States
 
@@ -125,7 +126,8 @@ def test_a_request_goes_on_from_the_copy_after_a_piece(middle, at):
     states = served.blocks.states(pages, seen, rhythm)
     given = rhythm, 8, CPU, copies, served.middle, states, np.array([20])
     out = torch.empty_like(request[0])
-    served.pages.attend(*request, served.held, rounds(starts, seen, pages, *given), out)
+    todo = rounds(starts, seen, pages, *given)
+    compress_all(served.pages.attend(*request, served.held, todo, out))
     assert (int(states.copied[0]), int(states.last[0])) == (at, 70)
     served.blocks.put(np.array([7, 5]), np.array([at, at]), states.copied.repeat(2))
     start = Copies(*(np.array([n]) for n in (7, 0, 0)))

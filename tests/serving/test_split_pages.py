@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import METHODS, SINKS, Served, alone, drawn, queries_of, run
+from served import KV, METHODS, SINKS, Served, alone, drawn, queries_of, run
 
 from kvsketch.estimator import attend
 from kvsketch.observed import causal
 from kvsketch.page.quantized import FULL, Bits
-from kvsketch.page.schedule import Rhythm
+from kvsketch.page.schedule import Rhythm, Schedule
 from kvsketch.slots import Slots
+from kvsketch.vllm.pages import Due
 
 WINDOW = 8  # sinks and recent tokens
 BITS = [FULL, Bits(8, 8), Bits(8, 4), Bits(4, 4)]
@@ -121,3 +124,28 @@ def test_the_parts_of_a_page_do_not_overlap():
         part[1] = number
     assert all(bool((part[1] == number).all()) for number, part in enumerate(parts, start=1))
     assert sum(part[1].nbytes for part in parts) <= served.layout.bytes
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_large_pages_that_are_full_at_once(bits):
+    """Requests whose pages are compressed together are answered as each by itself, also where a
+    page has tokens so far from its others that all of it must be stored anew."""
+    rhythm = Schedule(2, 6, 3, few_bits=True).rhythm(600)
+    middle = ((rhythm.middle,) * KV, Bits(bits, bits))
+    prompt, tokens = 640, 640 + 3 * rhythm.every
+    requests = [[*drawn(seed, tokens)] for seed in range(3)]
+    requests[1][1][prompt : prompt + 6] *= 300  # keys that are read after the prompt
+
+    def answers(some):
+        served = Served("heavy_merge", rhythm, queries_of("heavy_merge", rhythm), middle=middle)
+        found = []
+        for at, size in [(0, prompt), *((at, 1) for at in range(prompt, tokens))]:
+            step = [(page, at, [t[at : at + size] for t in requests[page]]) for page in some]
+            found.append(served.step(step, pieces=[256 if size > 1 else 0] * len(some)))
+        return [torch.cat(outs) for outs in zip(*found, strict=True)]
+
+    with mock.patch.object(Due, "_alone", autospec=True, side_effect=Due._alone) as alone:
+        together = answers([0, 1, 2])
+    assert alone.call_count == 3  # of the three requests, after the far keys
+    for request, out in enumerate(together):
+        torch.testing.assert_close(out, answers([request])[0])

@@ -98,7 +98,9 @@ class Newest:
         or too much of it must go, and ``compress`` has to read all of it."""
         middle, exact, (sink, recent) = page.middle, page.exact, around
         left, window = exact.count - sink - recent, sink + recent
-        if middle is None or "score" not in middle.fields or exact.sizes is not None or left < 1:
+        if middle is None or not middle.packed or "score" not in middle.fields:
+            return None
+        if exact.sizes is not None or left < 1:
             return None
         if exact.appended != left or middle.count < _SMALL * _TOGETHER:
             return None
@@ -134,12 +136,14 @@ def compress_newest(method: Compressor, newest: Sequence[Newest]) -> Sequence[Pa
     """The next pages of layers.
 
     Args:
+        method: one that is ``local``, which draws no random numbers.
         newest: of pages of the same kind, which must not be used afterwards.
 
     Returns:
         None for a page that ``compress`` must reduce, because there is padding, or because the
         tokens are too far from all others for the bits of these.
     """
+    method = method.without_numbers()
     pages, (sink, recent) = [one.page for one in newest], newest[0].around
     left, middles = newest[0].left, [page.middle for page in pages if page.middle is not None]
     lowest, fewer = (torch.cat([getattr(x, n) for x in newest]) for n in ("lowest", "fewer"))

@@ -84,29 +84,16 @@ class Scores:
     @torch.no_grad()
     def fold(self, page: Page | SketchPage) -> None:
         """Update scores by the waiting queries now."""
-        if not self.queries.count or self._receive(page):
-            return
-        score = self.of(page.to_score(self._method.requires.values)).score
+        asked = self.queries.all()
         self.queries.clear()
-        if score is not None:
-            page.set_score(score)
+        if asked is not None and not asked.after:  # those of a second reading are in the scores
+            fold(self._method, page, asked, self._in_place(page))
             page.release()
 
-    def _receive(self, page: Page | SketchPage) -> bool:
-        """Update scores by the waiting queries where the slots are, if a kernel can: they are not
-        turned into floats for it."""
-        asked = self.queries.all()
-        if asked is None or not page.compressed or self._pace.rhythm is not None:
-            return False  # with a rhythm, slots are to be those of an engine
-        weights = self._method.weights_of(asked) if cpu.takes(asked.queries) else None
-        if weights is None:
-            return False
-        parts = page.scored()
-        group = asked.queries.shape[1] // parts[0].heads
-        if not cpu.receive(asked, parts, weights / group):
-            return False
-        self.queries.clear()
-        return True
+    def _in_place(self, page: Page | SketchPage) -> bool:
+        """Whether scores may be updated where they are: an engine can tell a page that was
+        compressed before from one that was not by its middle alone."""
+        return page.compressed if self._pace.rhythm is None else page.middle is not None
 
     def of(self, slots: Slots) -> Slots:
         """Slots with the waiting queries folded in. What these saw is still all here, so this
@@ -118,7 +105,9 @@ class Scores:
 
     def read(self, page: Page) -> Slots:
         """The slots of a page that is about to be compressed, with all scores."""
-        self._receive(page)
+        asked = self.queries.all()
+        if asked is not None and self._in_place(page) and received(self._method, page, asked):
+            self.queries.clear()
         slots = page.read(exactly=page.middle is not None)
         if self._pace.rhythm is not None:  # as in an engine's memory, where every slot has a mass
             slots = replace(slots, values=slots.values.to(compute_dtype(slots.values.dtype)))
@@ -250,6 +239,31 @@ class Scores:
         held = [] if self.last is None else [self.last.queries]
         held += [] if self._heard is None else [self._heard[0], self._heard[1].queries]
         return held + [t for x in (self.queries, self.echo) if x is not None for t in x.tensors()]
+
+
+def received(method: Compressor | WindowedSketch, page: Page | SketchPage, asked: Observed) -> bool:
+    """Update the scores of a page by queries of decoded tokens where the slots are, which are not
+    turned into floats for it. False: no kernel can."""
+    weights = method.weights_of(asked) if cpu.takes(asked.queries) else None
+    if weights is None:
+        return False
+    parts = page.scored()
+    group = asked.queries.shape[1] // parts[0].heads
+    return cpu.receive(asked, parts, weights / group)
+
+
+def fold(
+    method: Compressor | WindowedSketch,
+    page: Page | SketchPage,
+    asked: Observed,
+    in_place: bool = True,
+) -> None:
+    """Update the scores of a page by queries, ``in_place`` if a kernel can."""
+    if in_place and received(method, page, asked):
+        return
+    score = method.observe(page.to_score(method.requires.values), asked).score
+    if score is not None:
+        page.set_score(score)
 
 
 def scored(

@@ -69,6 +69,7 @@ class SketchPage:
 
     sizes: Tensor | None = None
     compressed = True
+    middle: None = None  # its exact tokens are in one part
 
     def __init__(
         self,

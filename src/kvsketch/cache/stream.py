@@ -259,7 +259,8 @@ class Stream:
                 scores.queries.add(observed)
         due = self.due(prefill=True)
         if due:
-            self._compress(budget, prefill=self.pace.rhythm is None, last=observed)
+            streams = self.pace.rhythm is None
+            self._compress(budget, prefill=streams, last=observed, whole=not streams)
         else:
             scores.fold(self.page)
         self.page.release()
@@ -372,8 +373,8 @@ class Stream:
 
     def _newest_of(self, page: Page, aim: Aim) -> Newest | None:
         """What becomes of the newest tokens, if no others need be compressed."""
-        method, rhythm = self.compressor, self.pace.rhythm
-        if method is None or not method.local or page.middle is None or rhythm is not None:
+        method = self.compressor
+        if method is None or not method.local or page.middle is None:
             return None
         self.scores.fold(page)
         room = self.pace.schedule.period * aim.room

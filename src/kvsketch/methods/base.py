@@ -300,6 +300,13 @@ class Compressor(ABC):
         what they would keep there."""
         self.rows = rows
 
+    def without_numbers(self) -> Compressor:
+        """This compressor for rows of any number, as those of several batches together: it must
+        draw no random numbers."""
+        twin = self._twin()
+        twin.rows = None
+        return twin
+
     def restart(self, rows: Tensor) -> None:
         """Begin the random stream of the seed anew, for rows of these numbers."""
         self.generator.manual_seed(self.seed)

@@ -113,6 +113,7 @@ class Page:
             return Page.of_parts(exact)
         page = Page.of_parts(exact, narrowed(rows_of(self.middle, rows), between))
         assert page.middle is not None
+        exact.base, exact.appended = sink + recent, window - sink - recent
         held = page.middle.held.to(rows.device)
         page._kept, page._base = sink + recent, sink + recent + page.middle.count
         page._first = torch.full((*held.shape, 1), sink, device=rows.device)

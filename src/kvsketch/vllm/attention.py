@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +15,10 @@ from kvsketch.cache.curves import model_shape
 from kvsketch.errors import UnsupportedError
 from kvsketch.page.layout import Layout
 from kvsketch.page.page import Page
-from kvsketch.vllm import metrics
 from kvsketch.vllm.checks import check_engine, check_layer
 from kvsketch.vllm.engine import begin
 from kvsketch.vllm.metadata import PageMetadata
-from kvsketch.vllm.pages import Counts, Pages
+from kvsketch.vllm.pages import Pages, compress_all
 
 
 class Workspace:
@@ -95,7 +93,6 @@ class PageImpl(AttentionImpl[PageMetadata]):
         key = self.num_kv_heads, head_size
         engine.groups[key] = max(self.group, engine.groups.get(key, 0))
         self.softcap, self.sinks = logits_soft_cap or None, sinks
-        self.counts = Counts(tolerance=engine.settings.tolerance or math.inf)
         self.number = engine.layers
         engine.layers += 1
         self._seen: Tensor | None = None
@@ -173,13 +170,13 @@ class PageImpl(AttentionImpl[PageMetadata]):
         query, key, value = query[:own], key[:own], value[:own]
         if not attn_metadata.whole:
             out.zero_()
-        pages.attend(query, key, value, held, attn_metadata.rounds, out)
-        if table is not None:
+        due = pages.attend(query, key, value, held, attn_metadata.rounds, out)
+        if table is None:
+            self.engine.due += due
+        else:  # the pages are copies
+            compress_all(due)
             raw.index_copy_(0, table.flatten().long(), together)
-        if self.counts.compressions:
-            counts = self.counts
-            metrics.add(compressions=counts.compressions, error=counts.errors, above=counts.above)
-            counts.compressions, counts.errors, counts.above = 0, 0.0, 0
+        self.engine.report()
         return output
 
     def _opened(
@@ -194,7 +191,7 @@ class PageImpl(AttentionImpl[PageMetadata]):
             settings = self.engine.settings
             shape = self.num_kv_heads, self.group, self.head_size, dtype
             self._layout = layout = layer.attn_backend.layout(*shape)
-            given = self.scale, self.softcap, self.counts, self.sinks
+            given = self.scale, self.softcap, self.engine.counts, self.sinks
             self._pages = settings.pages(layout, self.engine.context, self.number, *given)
         return self._pages, self._layout.views(raw)
 

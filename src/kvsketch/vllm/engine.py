@@ -3,6 +3,7 @@ without naming the layer, so that what they depend on is kept here."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm.logger import init_logger
 from kvsketch.vllm import metrics
 from kvsketch.vllm.checks import check_settings, guesses_for
 from kvsketch.vllm.drafts import Step
+from kvsketch.vllm.pages import Counts, Due, compress_all
 from kvsketch.vllm.scheduler import NAME, piece_of
 from kvsketch.vllm.settings import EXACT, PageSettings, settings_of
 from kvsketch.vllm.states import KnownPages
@@ -33,6 +35,8 @@ class Engine:
             their own builders.
         piece: prompts are compressed at multiples of so many tokens; 0: where their pages are full.
         step: the last one, which a model that guesses tokens follows.
+        due: full pages, of all layers, that wait to be compressed.
+        counts: of compressions that the metrics do not have yet.
     """
 
     config: Any
@@ -46,6 +50,22 @@ class Engine:
     batch: tuple[list[Any], Any] | None = None
     piece: int = 0
     step: Step | None = None
+    due: list[Due] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+
+    def compress_due(self) -> None:
+        """Compress the pages that wait for it: before a batch writes to any page, and before
+        anything else reads or writes one."""
+        due, self.due = self.due, []
+        compress_all(due)
+        self.report()
+
+    def report(self) -> None:
+        """Add what was counted to the metrics."""
+        now = self.counts
+        if now.compressions:
+            metrics.add(compressions=now.compressions, error=now.errors, above=now.above)
+            self.counts.clear()
 
 
 # The engine that started last.
@@ -74,7 +94,9 @@ def begin(config: Any) -> Engine:
         )
     metrics.tell({**settings.shown(), "max_model_len": context})
     guesses = int(config.num_speculative_tokens)
-    _RUNNING[:] = [Engine(config, settings, context, first, KnownPages(guesses), piece=piece)]
+    known, counts = KnownPages(guesses), Counts(tolerance=settings.tolerance or math.inf)
+    given = config, settings, context, first, known
+    _RUNNING[:] = [Engine(*given, piece=piece, counts=counts)]
     return _RUNNING[0]
 
 

@@ -126,6 +126,7 @@ class Loader:
         self, blocks: Sequence[list[int]], document: Converted, layers: dict[int, Any]
     ) -> None:
         engine = running()
+        engine.compress_due()
         for number, layer in layers.items():
             row, pages = document.rows[number], layer.kv_cache.view(torch.uint8).flatten(1)
             group, _ = self._specs[layer.layer_name]

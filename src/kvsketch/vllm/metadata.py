@@ -68,6 +68,7 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         fast_build: bool = False,
     ) -> PageMetadata:
         batch, engine, spec = common_attn_metadata, running(), self.kv_cache_spec
+        engine.compress_due()
         requests = batch.num_reqs
         starts = batch.query_start_loc_cpu[: requests + 1].numpy().astype(np.int64)
         new = np.diff(starts)
@@ -120,6 +121,7 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
                 and, in rows that follow, tokens that were rejected. Later: it reads its last guess.
         """
         batch, engine, layout = common_attn_metadata, running(), self.kv_cache_spec.layout
+        engine.compress_due()
         step, rhythm = engine.step, engine.settings.rhythm(engine.context)
         assert step is not None
         starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].numpy().astype(np.int64)

@@ -83,6 +83,7 @@ class Full:
             ``[requests, n]``; None: the window holds all tokens.
         which: of the requests of the round, int64.
         seen: the tokens that each has seen then, int64.
+        over: nothing else in the batch reads or copies them.
     """
 
     between: int
@@ -90,6 +91,7 @@ class Full:
     tokens: Tensor | None
     which: Tensor
     seen: Tensor
+    over: bool
 
 
 @dataclass(frozen=True)
@@ -233,13 +235,15 @@ def rounds(
                             tensor(token[where, :more]) if more else None,
                             tensor(end[where]),
                             tensor((seen + count)[rows[where]]),
+                            bool(over),
                         )
-                        for between, window, more, where in _alike(
+                        for between, window, more, over, where in _alike(
                             np.stack(
                                 [
                                     fills[rows],
                                     np.where(beyond, held, rhythm.slots)[rows],
                                     np.where(beyond, count, 0)[rows],
+                                    (left == count)[rows] & ~kept & (new is None),
                                 ]
                             ),
                             (due | beyond)[rows],
@@ -256,8 +260,8 @@ def rounds(
     return found
 
 
-def _alike(columns: Numbers, some: Numbers) -> list[tuple[int, int, int, Numbers]]:
-    """Which of the columns ``[3, n]`` that are ``some`` (bool ``[n]``) are equal, and to what."""
+def _alike(columns: Numbers, some: Numbers) -> list[tuple[int, int, int, int, Numbers]]:
+    """Which of the columns ``[4, n]`` that are ``some`` (bool ``[n]``) are equal, and to what."""
     if not some.any():
         return []
     found = []

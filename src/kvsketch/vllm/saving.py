@@ -59,6 +59,8 @@ class Saver:
         Returns:
             The ids of requests whose files were written, or could not be.
         """
+        if saves:
+            running().compress_due()
         for save in saves:
             rows = {
                 number: layer.kv_cache.view(torch.uint8).flatten(1)[save.block].to("cpu", copy=True)
