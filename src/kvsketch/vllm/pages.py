@@ -217,9 +217,10 @@ class Due:
     @functools.cached_property
     def _asked(self) -> Observed:
         """The queries that score the slots: those of the tokens, or the last ones."""
-        queries = self._held[1].index_select(0, self.rows) if self._tokens is None else None
-        queries = queries if self._tokens is None else self._tokens[0]
-        assert queries is not None
+        if self._tokens is not None:
+            queries = self._tokens[0]
+        else:
+            queries = self._held[1].index_select(0, self.rows)
         return self._pages.asked(queries.nan_to_num(0.0, 0.0, 0.0))
 
     @functools.cached_property
@@ -297,6 +298,7 @@ class Due:
         self._store(after)
 
     def _alone(self, number: int) -> Due:
+        """One of the pages, all of whose tokens it holds."""
         some = slice(number, number + 1)
         full = replace(self._full, seen=self._full.seen[some])
         return Due(self._pages, self._held, full, self.rows[some], None)
