@@ -369,10 +369,12 @@ def test_rows_of_several_layers_with_numbers(method: Any) -> None:
 @given(
     seed=st.integers(0, 1 << 20),
     uneven=st.lists(st.booleans(), min_size=2, max_size=4),
-    same=st.booleans(),
+    same=st.sets(st.integers(0, 3)),
     far=st.booleans(),
 )
-def test_parts_together_are_as_alone(seed: int, uneven: list[bool], same: bool, far: bool) -> None:
+def test_parts_together_are_as_alone(
+    seed: int, uneven: list[bool], same: set[int], far: bool
+) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(low: int, high: int) -> torch.Tensor:
@@ -385,7 +387,7 @@ def test_parts_together_are_as_alone(seed: int, uneven: list[bool], same: bool, 
         counts.append(numbers(1, 9))
         new = slots_of(generator, 3, 8, True)
         news.append(new.map(lambda t: 0.2 * t if t.dim() == 4 else t))
-        owns.append(counts[-1] if same else numbers(1, 9))
+        owns.append(counts[-1] if number in same else numbers(1, 9))
     if far:
         news[1].keys[0, 0, 0] = 1e6
     together_ = Lowest(parts, torch.cat(counts))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,20 @@ def test_longeval_shows_a_table_that_fits(
     ]
     assert "100.0%" in exact
     assert len(exact.rstrip()) == len(head.rstrip())  # numbers are right-justified and whole
+
+
+def test_a_model_whose_settings_have_the_cache_off(model: str, cases: str, tmp_path: Path) -> None:
+    """As after a training: ``generate`` would pass all of the text at every step."""
+    off = shutil.copytree(model, tmp_path / "off")
+    settings = json.loads((off / "generation_config.json").read_text())
+    (off / "generation_config.json").write_text(json.dumps({**settings, "use_cache": False}))
+    words = ("--methods", "exact,heavy_merge", "--budgets", "0.5", "--json")
+    on, other = (
+        json.loads(kvsketch(*longeval(str(m), cases, *words)).stdout)["results"]
+        for m in (model, off)
+    )
+    for name in ("accuracy", "kv_bytes", "exact_kv_bytes"):
+        assert [row[name] for row in on] == [row[name] for row in other]
 
 
 def test_several_case_files_follow_one_option(model: str, cases: str, tmp_path: Path) -> None:

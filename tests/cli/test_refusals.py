@@ -243,6 +243,22 @@ def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
     assert done.stderr == "error: the output cannot be written: No space left on device\n"
 
 
+def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.argv[1:] = ['--version']; from kvsketch.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\nprint('\\xe4\\u6587.kvs')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment(tmp_path, PYTHONIOENCODING="ascii"),
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1] == "\\xe4\\u6587.kvs"
+
+
 def outcomes(module: str, commands: list[list[str]], folder: Path) -> list[Any]:
     done = subprocess.run(
         [sys.executable, "-c", RUNNER.format(module=module)],

@@ -71,7 +71,7 @@ def test_compress_info_and_plan_show_everything(
     monkeypatch.setenv("COLUMNS", str(columns))
     folder = tmp_path / "a-folder-whose-name-is-longer-than-a-line-of-a-narrow-terminal"
     model = str(save_tiny_model(folder))
-    text, path = tmp_path / "doc.txt", tmp_path / "doc.kvs"
+    text, path = tmp_path / "doc.txt", tmp_path / "a doc.kvs"
     text.write_text(tiny_case(30).prompt)
 
     def run(*words: Any) -> str:
@@ -82,7 +82,7 @@ def test_compress_info_and_plan_show_everything(
     summary = run("compress", text, "-o", path, "--model", model, "--budget", "0.5")
     assert "\u2026" not in summary
     # commands and paths stay on one line, so that they can be copied
-    assert f'Next: kvsketch ask {path} "YOUR QUESTION"' in summary.splitlines()
+    assert f"Next: kvsketch ask '{path}' \"YOUR QUESTION\"" in summary.splitlines()
     info = run("info", path)
     check(info, columns)
     cells = [line.split("\u2502")[2] for line in info.splitlines() if line.count("\u2502") == 3]

@@ -109,6 +109,32 @@ def test_a_text_that_does_not_continue_the_cache_is_refused(
     assert torch.equal(again, expected)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "mpt"])
+def test_generate_without_use_cache_is_refused(family: str) -> None:
+    """It would pass all of the text again at every step."""
+    model = build(family)
+    cache, ids = SketchCache(model.config, budget=1.0), ids_of(60)
+    settings = {"past_key_values": cache, "max_new_tokens": 4, "do_sample": False}
+    with pytest.raises(InputError, match=r"^use_cache=False with a SketchCache: .* use_cache=True"):
+        model.generate(ids, use_cache=False, **settings)
+    assert cache.get_seq_length() == 0
+    model.generation_config.use_cache = False
+    try:
+        with pytest.raises(InputError, match="use_cache=False with a SketchCache"):
+            model.generate(ids, **settings)
+        out = model.generate(ids, use_cache=True, **settings)
+    finally:
+        model.generation_config.use_cache = True
+    assert cache.get_seq_length() == 63
+    exact = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(out, exact)
+
+
+def test_an_empty_text_is_said_to_be_empty(llama: Any) -> None:
+    with pytest.raises(InputError, match="the text is empty"):
+        generate(llama, ids_of(0), SketchCache(llama.config))
+
+
 def test_a_padded_batch_still_continues(llama: Any) -> None:
     """Positions of a padded row lag behind the number of tokens, which is no mistake."""
     ids, mask = ids_of(260).view(2, 130), torch.ones(2, 130, dtype=torch.int64)

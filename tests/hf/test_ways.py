@@ -12,6 +12,7 @@ import threading
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -1237,6 +1238,38 @@ def test_a_text_read_by_a_model_that_sees(family: str, queries: str, chunk_size:
     assert torch.equal(model.generate(ids, past_key_values=cache, **settings), expected)
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_text_is_read_without_the_positions_of_earlier_images(family: str) -> None:
+    """Qwen-VL keeps in the model by how much the images of the last text have moved positions."""
+    model, inputs = seeing(family)
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    ids = ids_of(1, 100)
+    expected = model.generate(ids, **settings, output_logits=True, return_dict_in_generate=True)
+    moved = {**inputs, "image_grid_thw": torch.tensor([[1, 16, 16]])}
+    moved["input_ids"] = torch.cat([ids_of(1, 11), torch.full((1, 64), 110), ids_of(1, 9)], 1)
+    moved["input_ids"][0, 10] = 111
+    moved["pixel_values"] = torch.randn(256, 3 * 2 * 4 * 4)
+    moved["mm_token_type_ids"] = (moved["input_ids"] == 110).int()
+    moved["attention_mask"] = torch.ones_like(moved["input_ids"])
+    model.generate(**moved, **settings)
+    assert int(model.model.rope_deltas) < -40
+    cache = SketchCache(model.config, budget=1.0, bits=16)
+    kvsketch.prefill(model, ids[:, :90], cache)
+    found = model.generate(
+        ids, past_key_values=cache, **settings, output_logits=True, return_dict_in_generate=True
+    )
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+def test_prefill_refuses_places_of_images(family: str) -> None:
+    model, inputs = seeing(family)
+    cache = SketchCache(model.config, budget=0.5)
+    with pytest.raises(InputError, match=r"image_token_i\w+=110, and prefill reads text only"):
+        kvsketch.prefill(model, inputs["input_ids"], cache)
+    assert cache.get_seq_length() == 0
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "gemma3"])
 def test_prompts_with_images(family: str) -> None:
     """With room for all tokens the ids are those without a SketchCache; an evicting cache gives the
@@ -1288,6 +1321,24 @@ def test_compressing_gives_every_call_a_cache_and_is_undone(
         assert len(caches) == 3
     assert vars(llama) == before
     assert torch.equal(llama.generate(ids_of(1, 40), max_new_tokens=10, do_sample=False), exact)
+
+
+def test_compressing_turns_the_cache_on(llama: Any, expected: torch.Tensor) -> None:
+    """A model that was saved while it was trained often has it off; a call that asks for none gets
+    none."""
+    off = copy.deepcopy(llama.generation_config)
+    off.use_cache = False
+    settings: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+    exact = llama.generate(ids_of(1, 40), **settings)
+    with (
+        mock.patch.object(llama, "generation_config", off),
+        kvsketch.compressing(llama, "snapkv", **SMALL) as caches,
+    ):
+        assert torch.equal(llama.generate(ids_of(1, 40), **settings), expected)
+        assert [cache.get_seq_length() for cache in caches] == [49]
+        for none in ({"use_cache": False}, {"generation_config": off}):
+            assert torch.equal(llama.generate(ids_of(1, 40), **settings, **none), exact)
+        assert len(caches) == 1
 
 
 def test_compressing_refuses_before_it_changes_anything(llama: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -14,6 +15,9 @@ def main() -> None:
     # each other in a loop make every operation many times slower (benchmarks/busy.py).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "100000")
+    for stream in (sys.stdout, sys.stderr):  # names of files that the terminal cannot show
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         from kvsketch.cli.app import app  # takes a moment, which Ctrl-C may fall into
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -222,7 +223,8 @@ def compress_command(
         highlight=False,
         soft_wrap=True,
     )
-    console.print(f'Next: kvsketch ask {out} "YOUR QUESTION"', highlight=False, soft_wrap=True)
+    file = shlex.quote(str(out))
+    console.print(f'Next: kvsketch ask {file} "YOUR QUESTION"', highlight=False, soft_wrap=True)
     if as_json:
         print_json("compress", out=str(out), **found)
 

@@ -24,7 +24,7 @@ from kvsketch.cache.curves import model_shape
 from kvsketch.cache.make_plan import Allocation
 from kvsketch.cache.storage import CHOICES, MEASURED, bits_of
 from kvsketch.errors import InputError, KVSketchError, UnsupportedError, at_least
-from kvsketch.hf import accounting, adapters, compiled, interface, models, saving
+from kvsketch.hf import accounting, adapters, compiled, generating, interface, models, saving
 from kvsketch.hf.chunks import Chunks
 from kvsketch.hf.compaction import compact, pin
 from kvsketch.hf.decoding import Decoding
@@ -272,6 +272,7 @@ class SketchCache(Cache):  # type: ignore[misc]
 
     def _install(self) -> None:
         interface.install()
+        generating.install(SketchCache)
         self._number = compiled.number(self)
         if self._adapter is not None:
             self._adapter.install()
@@ -523,7 +524,12 @@ class SketchCache(Cache):  # type: ignore[misc]
         self, path: str | Path, *, tokenizer: Any = None, about: Mapping[str, Any] | None = None
     ) -> None:
         """Write the cache to one file (safetensors with a JSON header, no pickle). A loaded cache
-        continues bit for bit, including random choices. The file is written atomically.
+        continues bit for bit, including random choices. The file is written atomically. A part of a
+        text that waits for what follows it is compressed before, as ``compact`` does.
+
+        A model such as Qwen-VL keeps itself by how much images have moved the positions of its
+        text (``rope_deltas``), which is not in the file: in another process, restore it before such
+        a conversation continues.
 
         Args:
             tokenizer: the model's tokenizer; ``load`` then refuses another one.

@@ -55,8 +55,10 @@ def compressing(model: PreTrainedModel, *args: Any, **settings: Any) -> Iterator
 
     @functools.wraps(generate)
     def generating(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is None and kwargs.get("use_cache", True):
-            kwargs["past_key_values"] = new_cache()
+        asked = kwargs.get("use_cache", getattr(kwargs.get("generation_config"), "use_cache", None))
+        if kwargs.get("past_key_values") is None and asked is not False:
+            # Also where the model's own settings have it off, such as after a training.
+            kwargs |= {"past_key_values": new_cache(), "use_cache": True}
         return generate(*args, **kwargs)
 
     def calling(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -317,6 +317,8 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Masks are made over all tokens seen, as for an uncompressed cache; see ``masks``."""
         if not query_length:
+            if not self.stream.seen:
+                raise InputError("input_ids: the text is empty")
             raise InputError(BEHIND.format(seen=self.stream.seen))
         return self.stream.seen + query_length, 0
 

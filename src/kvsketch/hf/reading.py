@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from rich.progress import Progress
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -79,7 +79,8 @@ def prefill(
             read and their total.
 
     Raises:
-        InputError: an argument is out of range; nothing is changed.
+        InputError: an argument is out of range, or the text has places of images or sounds; nothing
+            is changed.
         UnsupportedError: a method that cannot use the queries of a second reading, or layers that
             cannot remove its tokens.
 
@@ -96,6 +97,7 @@ def prefill(
         >>> model.generate(ids, past_key_values=cache)                          # doctest: +SKIP
     """
     _check(model, input_ids, cache, chunk_size)
+    _check_text(model, input_ids)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if not isinstance(mask, Tensor):
         raise InputError(f"attention_mask must be a tensor, got {type(mask).__name__}")
@@ -127,6 +129,7 @@ def prefill(
     if pin_system and tokenizer is not None:
         pin_system_message(cache, tokenizer, input_ids, mask)
     forward, inner = cache._forward, model.base_model
+    _forget_images(model)
     if all(layer.settings.lossless for layer in forward.sketches):
         parts = []  # nothing will be compressed, so no queries are needed
     every = sum(part.ids.shape[1] + (ANSWER if asked else 0) for part in parts)
@@ -183,6 +186,27 @@ def _warn_of_measured(method: str, better: str, queries: str) -> None:
         AccuracyWarning,
         stacklevel=3,
     )
+
+
+def _check_text(model: Any, ids: Tensor) -> None:
+    """Raise InputError if there are tokens in whose places the model expects images or sounds."""
+    for name in ("image", "video", "audio"):
+        for told in (f"{name}_token_id", f"{name}_token_index"):
+            token = getattr(model.config, told, None)
+            if isinstance(token, int) and bool((ids == token).any()):
+                raise InputError(
+                    f"input_ids have tokens of the model's {told}={token}, and prefill reads text "
+                    f"only: read a context with an {name} by generate(**inputs, "
+                    "past_key_values=cache, max_new_tokens=1)"
+                )
+
+
+def _forget_images(model: nn.Module) -> None:
+    """Forget by how much the images of another text have moved the positions of its tokens, which
+    Qwen-VL and others keep in the model, as ``generate`` does for an empty cache."""
+    for module in model.modules():
+        if getattr(module, "rope_deltas", None) is not None:
+            module.rope_deltas = None  # type: ignore[assignment]
 
 
 def _inputs(model: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ class Lowest:
         # The place of each slot in the tensors of its part with one row per slot.
         at = (start + self._row_starts(lengths)).unsqueeze(-1) + column
         self._at = at = torch.where(there, at, 0)
-        score = self._chosen(at, lambda part: part.fields["score"]).masked_fill_(~there, torch.inf)
+        score = self._chosen(at, _field("score")).masked_fill_(~there, torch.inf)
         index = score.topk(most, largest=False).indices
         real = torch.arange(most, device=at.device) < count.unsqueeze(-1)
         taken = torch.zeros_like(there).scatter_(2, index, real)
@@ -145,21 +145,23 @@ def _exchanged(
     blocks, lead, source = part.blocks, tuple(part.lead[0]), None
     if torch.equal(held, before):  # the others take the places of these
         there = torch.arange(at.shape[2], device=at.device) < before.unsqueeze(-1)
-        come = at[there & ~rest]
+        (come,) = _where(there & ~rest, at)
     else:
         blocks = None if bool((held == held.max()).all()) else Blocks(held)
         start, lead = _laid(part, held, blocks)
         # For every slot of the new tensors, its place among the old ones.
         source = torch.zeros(math.prod(lead), dtype=torch.int64, device=at.device)
-        source[(start + rest.cumsum(-1) - 1)[rest]] = at[rest]
+        source.index_copy_(0, *_where(rest, start + rest.cumsum(-1) - 1, at))
         column = torch.arange(own.shape[2], device=at.device)
-        come = (start + kept.unsqueeze(-1) + column)[own]
+        (come,) = _where(own, start + kept.unsqueeze(-1) + column)
 
     def joined(old: Tensor, others: Tensor) -> Tensor:
-        rows = _rows(old, part)
+        rows, others, shape = _rows(old, part), others.flatten(0, 2), old.shape[len(part.lead[0]) :]
+        if shape.numel() == 1:  # numbers are moved faster than rows
+            rows, others = rows.flatten(), others.flatten()
         new = rows.clone() if source is None else rows.index_select(0, source)
-        new.index_copy_(0, come, others.flatten(0, 2).index_select(0, some).to(old.dtype))
-        return new.view(*lead, *new.shape[1:])
+        new.index_copy_(0, come, others.index_select(0, some).to(old.dtype))
+        return new.view(*lead, *shape)
 
     def column_of(name: str) -> Tensor:
         old = part.fields[name] if name in part.fields else part.filled(name)
@@ -197,6 +199,13 @@ def _laid(part: Part, held: Tensor, blocks: Blocks | None) -> tuple[Tensor, tupl
 
 def _field(name: str) -> _Of:
     return lambda part: part.fields[name]
+
+
+def _where(true: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """The numbers of tensors where a tensor of their shape is true, in fewer steps than by indexing
+    each of them with it."""
+    places = true.flatten().nonzero().squeeze(1)
+    return [tensor.expand_as(true).flatten().index_select(0, places) for tensor in tensors]
 
 
 def _rows(tensor: Tensor, part: Part) -> Tensor:

@@ -145,6 +145,7 @@ class Answerer:
             max_new_tokens=new,
             do_sample=False,
             num_beams=1,
+            use_cache=True,
             eos_token_id=self.model.generation_config.eos_token_id,
             pad_token_id=self._pad,
             # transformers 5.16 chunks the whole prompt again when part of it is in the cache;

@@ -1,0 +1,33 @@
+"""What ``generate`` must not do with a cache of ours."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers import GenerationMixin
+
+from kvsketch.errors import InputError
+
+
+def install(kind: type) -> None:
+    """Have ``generate`` refuse ``use_cache=False`` beside a cache of this kind, once per process:
+    it would pass all of the text at every step, also to a cache that has seen it, and the answers
+    would be wrong without a word. Fine-tuned models often have it in their settings."""
+    original: Any = GenerationMixin._prepare_cache_for_generation
+    if getattr(original, "_kvsketch", False):
+        return
+
+    @functools.wraps(original)
+    def prepared(self: Any, config: Any, given: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        cache = given.get("past_key_values")
+        if config.use_cache is False and isinstance(cache, kind):
+            raise InputError(
+                f"use_cache=False with a {kind.__name__}: generate would pass all of the text "
+                "again at every step. Pass use_cache=True (the model's generation_config may have "
+                "it off, as after a training)"
+            )
+        return original(self, config, given, *args, **kwargs)
+
+    prepared._kvsketch = True  # type: ignore[attr-defined]
+    GenerationMixin._prepare_cache_for_generation = prepared
