@@ -328,6 +328,24 @@ def test_a_new_process_answers_as_the_first(lines: int, least: int, tmp_path: Pa
     assert told("info", path)["predicted_file_bytes"] == predicted_size(cache)
 
 
+def test_what_is_appended_is_compressed_at_once(tmp_path: Path) -> None:
+    """It is no question, whose tokens would wait in full precision for the next forward."""
+    from kvsketch.documents.document import Document, encoded, read
+
+    folder = loading.resolve_model("longeval-one-head")
+    model, tokenizer = loading.load_model(folder, "cpu", "float32"), loading.load_tokenizer(folder)
+    record, _, _ = _record(100)
+    lines = record.splitlines(keepends=True)
+    cache = SketchCache(model.config, budget=0.25)
+    read(model, tokenizer, encoded(model, tokenizer, "".join(lines[:70]), special=True), cache)
+    document = Document(model, tokenizer, cache, Wording(), {})
+    document.append("".join(lines[70:]))
+    held = cache.nbytes()
+    assert held < 0.3 * cache.exact_nbytes()
+    document.save(tmp_path / "record.kvs")
+    assert cache.nbytes() == held
+
+
 @pytest.mark.parametrize("settings", [
     {"budget": 0.25}, {"budget": 0.25, "bits": 16}, {"method": "snapkv", "bits": 8, "budget": 0.5},
     {"method": "subgen", "budget": 0.25}, {"budget": 1.0, "bits": 16}, {"method": "kcenter"},

@@ -138,11 +138,15 @@ def test_whatever_comes_between_sees_the_same(llama: Any, tmp_path: Path) -> Non
         assert not twin._forward.part_waits
         found = read(llama, twin, ids_of(1, 2).repeat(2, 1))
         torch.testing.assert_close(found, expected.repeat(2, 1))
+    (ended := cache.fork()).settle()
+    assert not ended._forward.part_waits
+    assert ended.nbytes() < size
     cache.save(tmp_path / "cache.kvs")
-    assert cache.nbytes() < size
+    assert cache.nbytes() == ended.nbytes() < size
     loaded = SketchCache.load(tmp_path / "cache.kvs", llama)
-    late = [read(llama, one, ids_of(1, 2)) for one in (cache, loaded)]
-    assert torch.equal(*late)
+    late = [read(llama, one, ids_of(1, 2)) for one in (cache, loaded, ended)]
+    assert torch.equal(late[0], late[1])
+    assert torch.equal(late[0], late[2])
     assert not any(bool(count.any()) for count in marked(cache))
     cache = asked(llama)
     cache.reset()

@@ -105,6 +105,7 @@ class Document:
             part = ids[:, start : start + CHUNK]
             self.model(part, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
             advance(start + part.shape[1], total)
+        self.cache.settle()
         return total
 
     def fork(self) -> Document:

@@ -135,7 +135,8 @@ class SketchCache(Cache):  # type: ignore[misc]
     More of a text that is read after a compression, and takes at most half of the slots, waits for
     the next forward (methods with an echo, exact prefill). If that decodes a token, the part is a
     question, whose tokens are kept while it is answered; a document that more text follows is
-    compressed like any other.
+    compressed like any other. Until then it takes its own bytes and those of its queries beyond the
+    budget; ``settle`` ends the wait.
 
     Raises:
         InputError: an argument is out of range, or two exclude each other.
@@ -511,6 +512,14 @@ class SketchCache(Cache):  # type: ignore[misc]
         self._forward.leave_inference_mode()
         return compact(self._forward, to)
 
+    def settle(self) -> None:
+        """Compress what waits for the forward that follows it: a part of a text that was read after
+        a compression may be a question, whose tokens are kept while it is answered. Call this after
+        more of a document was read, whose questions come later. Nothing is done in the middle of a
+        forward."""
+        if self._forward.over:
+            self._forward.settle_part(answers=False)
+
     def _check_idle(self, what: str) -> None:
         """Raise UnsupportedError in the middle of a forward, and for a streaming sketch."""
         if not self._forward.over:
@@ -542,8 +551,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             UnsupportedError: a cache that cannot be saved, with the reason: an empty cache, a
                 user-defined method, the middle of a forward, assisted decoding. Nothing is written.
         """
-        if self._forward.over:
-            self._forward.settle_part(answers=False)
+        self.settle()
         saving.save(self, path, tokenizer, about)
 
     @classmethod
