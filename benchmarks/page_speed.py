@@ -53,7 +53,8 @@ _TEXTS = {
         "Two random layers of Llama 3 8B's shape in bfloat16, MLP included. `of as many tokens`: "
         "the default against a `DynamicCache` of as many tokens as its budget. `of exact`: against "
         "the exact cache as transformers calls torch's attention; `of packed`: with the queries of "
-        "a group as queries of one head, which is far faster. Ratios of tokens per second."
+        "a group as queries of one head, which is far faster. Without tokens: an empty cache "
+        "against the exact one. Ratios of tokens per second."
     ),
 }
 

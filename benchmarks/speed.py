@@ -27,7 +27,8 @@ end_to_end  The whole of ``generate``: prefill and decoding with the default met
             is also compared with a ``DynamicCache`` that has as many tokens as our cache has slots.
 layers      The same on two random layers of Llama 3 8B's shape, and decoding from 8,000 tokens in 4
             bits, or from an eighth of longer prompts, compared with the exact cache, as
-            transformers calls torch's attention and with the queries of a group packed.
+            transformers calls torch's attention and with the queries of a group packed; and the
+            exact cache with an empty one.
 
 Compared runs alternate, so that other load on the machine affects both, and a ratio is the median
 over pairs. Only kvpress's presses run in turn after ours, in a separate environment (`make peers`),
@@ -423,9 +424,10 @@ def _layers(
     model: Any, tokens: int, settings: dict[str, Any], repeats: int, seed: int
 ) -> dict[str, Any]:
     """Decoding of whole layers after a prompt, compared with the exact cache, whose attention is
-    called as transformers does, and with the queries of a group packed."""
+    called as transformers does, and with the queries of a group packed. The exact cache is also
+    compared with an empty one."""
     ids, decoded = prompt(model, tokens, seed), 12
-    exact = DynamicCache(config=model.config)
+    exact, empty = DynamicCache(config=model.config), DynamicCache(config=model.config)
     ours = SketchCache(model.config, seed=seed, **settings)
     kvsketch.prefill(model, ids, ours, chunk_size=2000)
     for start in range(0, tokens, 2000):
@@ -445,6 +447,7 @@ def _layers(
         ours=lambda: run(ours, usual),
         exact=lambda: run(exact, usual),
         packed=lambda: run(exact, "packed"),
+        empty=lambda: run(empty, usual),
     )
     return {
         "model": _WIDE,
@@ -452,6 +455,7 @@ def _layers(
         "settings": ", ".join(f"{name}={value!r}" for name, value in settings.items()),
         "decode_speed_of_exact": ratio(found, "exact", "ours"),
         "decode_speed_of_packed": ratio(found, "packed", "ours"),
+        "decode_speed_of_exact_without_tokens": ratio(found, "exact", "empty"),
     }
 
 
