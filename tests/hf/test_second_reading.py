@@ -266,16 +266,3 @@ def test_in_other_than_the_usual_precision():
     for queries in SECOND:
         cache = read(model, ids_of(1, 300), queries)
         assert cache.summary()["slots"] == pytest.approx(60, rel=0.03)
-
-
-@pytest.mark.parametrize("queries", ["prompt", *SECOND])
-def test_heads_are_compared_by_the_scores_of_a_second_reading(llama, tmp_path, queries):
-    """As they are; those of an echo by what stands out. Also after the cache was saved."""
-    cache = read(llama, ids_of(1, 120), queries, "heavy_merge")
-    cache.save(tmp_path / "cache.kvs")
-    for one in (cache, SketchCache.load(tmp_path / "cache.kvs", llama)):
-        for layer in one._sketches():
-            slots = layer.stream.slots
-            told = layer.stream.scores.importance(slots)
-            same = torch.equal(torch.where(told > -torch.inf, told, slots.score), slots.score)
-            assert same == (queries != "prompt")

@@ -40,7 +40,6 @@ class Scores:
         row_bytes: the bytes of a row beside which they wait; the more, the more may wait.
         echo: a prompt's queries, if they can be asked again after it; None: they cannot.
         asked_again: whether the scores of a prompt are those of its queries, asked again.
-        read_again: whether they are those of a second reading.
         last: the prompt's last queries, if others wait.
         answers: whether tokens are decoded after the newest piece of a prompt.
     """
@@ -55,7 +54,7 @@ class Scores:
         self.queries.clear()
         self.row_bytes = 0
         self.echo: Echo | None = None
-        self.asked_again = self.read_again = self.answers = False
+        self.asked_again = self.answers = False
         self.last: Observed | None = None
         # During a second reading: scores by an echo, and a few of its queries.
         self._heard: tuple[Tensor, Observed] | None = None
@@ -115,14 +114,12 @@ class Scores:
 
     def importance(self, slots: Slots) -> Tensor:
         """The importance of the slots to the method, float ``[batch, num_key_value_heads, n]``;
-        -inf for padding. After a second reading, their scores (KVzip, arXiv:2505.23416): what a
-        head attended to in it has been asked for.
+        -inf for padding.
 
         Raises:
             UnsupportedError: the method has none.
         """
-        scored = self.of(slots)
-        found = scored.score if self.read_again else self._method.importance(scored)
+        found = self._method.importance(self.of(slots))
         if found is None:
             raise UnsupportedError("this method has no scores by which heads could be compared")
         live = slots.live()
@@ -193,7 +190,7 @@ class Scores:
             sample: of the queries, which wait for what else looks at queries, unless those of an
                 echo will.
         """
-        score, self.read_again = None, True
+        score = None
         if self._method.requires.queries:
             score = self._method.reread(page.slots, observed, about).score
         page.drop(observed.queries.shape[2])

@@ -38,7 +38,6 @@ def stream_state(stream: Stream) -> State:
             "bytes": stream.scores.row_bytes,
             "compressed": stream.compressed,
             "asked_again": stream.scores.asked_again,
-            "read_again": stream.scores.read_again,
             "pins": stream.pins.values(),
             "rhythm": stream.pace.rhythm is not None,
             "left": stream.pace.limit - (page.appended if stream.compressed else 0),
@@ -112,9 +111,10 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
         stream.pace.limit += page.appended
     stream.begun = True
     stream.pace.resume(page)
-    for name in ("asked_again", "read_again"):
-        if reader.has(name):  # not in older files
-            setattr(stream.scores, name, reader.flag(name))
+    if reader.has("asked_again"):  # not in older files
+        stream.scores.asked_again = reader.flag("asked_again")
+    if reader.has("read_again"):  # in a few files, of no effect any more
+        reader.flag("read_again")
     if reader.has("queries"):
         stream.scores.queries.restore(reader.part("queries"), kind)
     stream.errors.restore(reader.part("errors"), kind, seen)

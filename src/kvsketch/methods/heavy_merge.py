@@ -54,9 +54,8 @@ class HeavyMerge(Compressor):
     and never lower it: what was important may be asked for at any later time. The weight of a
     token is its attention times the norm of its value. Heads are compared by the tokens of more
     than three times the weight of their median token, and those with a share above 0.3; a head
-    whose median token has such a share needs all of them (``importance``); after a second reading,
-    by their scores. A group's slot is (mean key, mass times mean value, mass), the means weighted
-    by attention.
+    whose median token has such a share needs all of them (``importance``). A group's slot is (mean
+    key, mass times mean value, mass), the means weighted by attention.
 
     There is no factor for what a group's spread adds to exp(score), from the mean of exp under a
     Gaussian, and u and m are not fitted to queries: neither helps (docs/errors.md).
