@@ -196,7 +196,7 @@ def _check_text(model: Any, ids: Tensor) -> None:
             if isinstance(token, int) and bool((ids == token).any()):
                 raise InputError(
                     f"input_ids have tokens of the model's {told}={token}, and prefill reads text "
-                    f"only: read a context with an {name} by generate(**inputs, "
+                    "only: read a context with images or sounds by generate(**inputs, "
                     "past_key_values=cache, max_new_tokens=1)"
                 )
 
