@@ -15,7 +15,7 @@ from kvsketch.cli.app import app
 from kvsketch.page.layout import Layout
 from kvsketch.vllm.checks import check_layer
 from kvsketch.vllm.plan import plan, size_of, tokens_of
-from kvsketch.vllm.settings import PageSettings
+from kvsketch.vllm.settings import SCHEDULER, PageSettings
 
 
 def llama(**changes: Any) -> LlamaConfig:
@@ -149,6 +149,7 @@ def test_the_command(tmp_path):
     assert line.startswith(f"KVSKETCH_METHOD=heavy_merge KVSKETCH_BUDGET={found['budget']} ")
     assert line.endswith(
         f" vllm serve {tmp_path} --max-model-len 8192 --dtype bfloat16 --attention-backend CUSTOM"
+        f" --scheduler-cls {SCHEDULER}"
     )
     assert "vLLM, FP8" in shown.stdout
     assert found["warning"] in " ".join(shown.stdout.split())
@@ -181,6 +182,7 @@ def test_the_command_is_one_that_vllm_can_run(tmp_path):
     assert f"vllm serve '{folder}' " in line
     assert line.endswith(
         """--attention-config '{"backend_per_kind": {"full_attention": "CUSTOM"}}'"""
+        f" --scheduler-cls {SCHEDULER}"
     )
     assert "--attention-backend" not in line
     assert "5 layers have a sliding window" in shown.stdout

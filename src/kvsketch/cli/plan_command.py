@@ -61,7 +61,7 @@ def plan_command(
 
     from kvsketch.evaluation.runner.loading import load_config, resolve_model
     from kvsketch.vllm.plan import plan, size_of, tokens_of
-    from kvsketch.vllm.settings import PageSettings
+    from kvsketch.vllm.settings import SCHEDULER, PageSettings
 
     tokens, memory = tokens_of(context, "--context"), size_of(gpu_memory, "--gpu-memory")
     kept = 1024 if budget is None else budget
@@ -78,7 +78,7 @@ def plan_command(
     command = (
         f"KVSKETCH_METHOD={method} KVSKETCH_BUDGET={found.budget} KVSKETCH_SINK={sink} "
         f"KVSKETCH_RECENT={recent}{few} vllm serve {shlex.quote(served)} "
-        f"--max-model-len {tokens} --dtype {dtype} {backend}"
+        f"--max-model-len {tokens} --dtype {dtype} {backend} --scheduler-cls {SCHEDULER}"
     )
     if as_json:
         given = {"model": model, "gpu_memory": memory, "context": tokens, "method": method}

@@ -4,7 +4,8 @@ With ``KVSKETCH_METHOD`` or ``KVSKETCH_BUDGET`` set, every full-attention layer 
 keeps one page of slots per request, however long it grows; unset, vLLM is untouched. No method of
 vLLM is replaced: a backend, a cache spec and its manager are registered where vLLM asks for them.
 
-    KVSKETCH_METHOD=heavy_merge KVSKETCH_BUDGET=1024 vllm serve MODEL
+    KVSKETCH_METHOD=heavy_merge KVSKETCH_BUDGET=1024 vllm serve MODEL \\
+        --scheduler-cls kvsketch.vllm.scheduler.PageScheduler
 """
 
 from __future__ import annotations

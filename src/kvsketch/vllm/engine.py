@@ -13,8 +13,8 @@ from kvsketch.vllm import metrics
 from kvsketch.vllm.checks import check_settings, guesses_for
 from kvsketch.vllm.drafts import Step
 from kvsketch.vllm.pages import Counts, Due, compress_all
-from kvsketch.vllm.scheduler import NAME, piece_of
-from kvsketch.vllm.settings import EXACT, PageSettings, settings_of
+from kvsketch.vllm.scheduler import piece_of
+from kvsketch.vllm.settings import EXACT, SCHEDULER, PageSettings, settings_of
 from kvsketch.vllm.states import KnownPages
 
 
@@ -90,7 +90,7 @@ def begin(config: Any) -> Engine:
         init_logger("vllm.kvsketch").warning(
             "Prompts are compressed faster, and answers are more accurate, with --scheduler-cls %s "
             "(docs/vllm.md)",
-            NAME,
+            SCHEDULER,
         )
     metrics.tell({**settings.shown(), "max_model_len": context})
     guesses = int(config.num_speculative_tokens)

@@ -16,11 +16,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.page.schedule import Rhythm
-from kvsketch.vllm.settings import PageSettings, settings_of
+from kvsketch.vllm.settings import SCHEDULER, PageSettings, settings_of
 from kvsketch.vllm.states import alone
-
-#: the name for ``--scheduler-cls``
-NAME = "kvsketch.vllm.scheduler.PageScheduler"
 
 
 def piece_of(config: Any, settings: PageSettings) -> int:
@@ -36,14 +33,15 @@ def piece_of(config: Any, settings: PageSettings) -> int:
     """
     given = config.scheduler_config.scheduler_cls
     name = given if isinstance(given, str | None) else f"{given.__module__}.{given.__qualname__}"
-    if name != NAME and config.speculative_config is not None:
+    if name != SCHEDULER and config.speculative_config is not None:
         raise UnsupportedError(
-            "kvsketch serves speculative decoding only with --scheduler-cls " + NAME
+            "kvsketch serves speculative decoding only with --scheduler-cls " + SCHEDULER
         )
-    if name != NAME or settings.windowed() is None:
-        if name is not None and name != NAME and not name.startswith("vllm."):
+    if name != SCHEDULER or settings.windowed() is None:
+        if name is not None and name != SCHEDULER and not name.startswith("vllm."):
             raise UnsupportedError(
-                f"kvsketch does not know the scheduler {name}: unset --scheduler-cls, or use {NAME}"
+                f"kvsketch does not know the scheduler {name}: unset --scheduler-cls, or use "
+                f"{SCHEDULER}"
             )
         return 0
     piece, scheduler, cache = settings.piece, config.scheduler_config, config.cache_config

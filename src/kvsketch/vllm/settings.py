@@ -30,6 +30,8 @@ from kvsketch.vllm.pages import Pages
 
 #: the name of the uncompressed page
 EXACT = "exact"
+#: vLLM's ``--scheduler-cls`` with which prompts are compressed in pieces
+SCHEDULER = "kvsketch.vllm.scheduler.PageScheduler"
 #: Methods that can be served. Their random numbers depend on the seed, the layer and the number of
 #: tokens seen, so that a request's answer does not depend on the other requests.
 SERVED = (
