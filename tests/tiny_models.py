@@ -218,6 +218,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
         "index_topk": 4,
     },
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},  # None
     "dots3_note_text": {  # sliding layers have sizes of their own
         "head_dim": 32,

@@ -111,7 +111,7 @@ def test_prefill_peak_and_model_families_run() -> None:
     result = invoke(prefill_peak.main, "--tokens", "400", "--budgets", "0.25")
     peaks = {(r["method"], r["allocation"]): r["peak_over_exact"] for r in result["results"]}
     assert peaks["snapkv", "even"] < 0.5 < peaks["snapkv", "measured"] < 0.8
-    result = invoke(model_families.main, "--families", "llama,gptj")
+    result = invoke(model_families.main, "--families", "llama,gpt_neo")
     assert [row["list"] for row in result["results"]] == ["right", "refused"]
 
 

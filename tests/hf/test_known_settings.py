@@ -16,6 +16,7 @@ import kvsketch
 from kvsketch import AccuracyWarning, SketchCache, UnsupportedError, packaged_model
 from kvsketch.evaluation.runner.longeval import make_cases
 from kvsketch.hf import forward, reading
+from kvsketch.hf.passing import passed
 from kvsketch.kernels import native
 from tiny_model import small_llama
 from tiny_models import build
@@ -156,7 +157,7 @@ def test_a_large_measured_error_warns(llama, monkeypatch):
             kvsketch.prefill(llama, ids, cache)
         else:
             with torch.no_grad():
-                llama(ids, past_key_values=cache)
+                llama(ids, **passed(llama, cache))
         errors = [error for row in cache.error() for error in row["prompt"]]
         return sum(errors) / len(errors)
 

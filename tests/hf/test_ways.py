@@ -37,6 +37,7 @@ from kvsketch import InputError, KVSketchError, SketchCache, Slots, UnsupportedE
 from kvsketch.cache.stream import Stream
 from kvsketch.hf import interface
 from kvsketch.hf.layer import GUESSES
+from kvsketch.hf.passing import passed
 from kvsketch.methods.base import Compressor, keep_top
 from model_sweep import Kept, Letters, masked, visible
 from tiny_model import tiny_case, tiny_model, tiny_tokenizer
@@ -1128,9 +1129,10 @@ def test_training_mode_is_refused_and_a_forgotten_no_grad_is_not(llama: Any) -> 
     model.eval()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(ids_of(1, 120), past_key_values=cache)
+        taken = passed(model, cache)
+        model(ids_of(1, 120), **taken)
         for step in range(8):
-            logits = model(ids_of(1, 1, step), past_key_values=cache).logits
+            logits = model(ids_of(1, 1, step), **taken).logits
     assert logits.requires_grad
     assert not any(t.requires_grad for layer in cache.layers for t in layer.tensors())
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvsketch.documents.document import Document
 from kvsketch.errors import InputError
 from kvsketch.hf import SketchCache
+from kvsketch.hf.passing import passed
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def next_tokens(
     """
     choose = sampling.chooser()
     while True:
-        found = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        found = model(ids, **passed(model, cache), use_cache=True, logits_to_keep=1)
         ids = choose(found.logits[:, -1])
         yield ids
 

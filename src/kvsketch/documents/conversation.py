@@ -12,6 +12,7 @@ from kvsketch.documents.answering import Sampling, check_question, ends_of, next
 from kvsketch.documents.document import Document, encoded
 from kvsketch.errors import InputError
 from kvsketch.hf import accounting
+from kvsketch.hf.passing import passed
 
 # Tokens between two looks at the error: each costs attention over all slots.
 _LOOK = 16
@@ -100,7 +101,8 @@ class Conversation:
         if self._unread:
             document = self.document
             ids = torch.tensor([self._unread], device=document.model.device)
-            document.model(ids, past_key_values=document.cache, use_cache=True, logits_to_keep=1)
+            taken = passed(document.model, document.cache)
+            document.model(ids, **taken, use_cache=True, logits_to_keep=1)
             self._unread = []
         return self.document
 

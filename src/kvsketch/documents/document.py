@@ -13,6 +13,7 @@ from torch import Tensor
 from kvsketch.documents.wording import Wording
 from kvsketch.errors import InputError
 from kvsketch.hf import SketchCache, prefill
+from kvsketch.hf.passing import passed
 
 #: tokens that are read at a time
 CHUNK = 1024
@@ -103,7 +104,7 @@ class Document:
             )
         for start in range(0, total, CHUNK):
             part = ids[:, start : start + CHUNK]
-            self.model(part, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            self.model(part, **passed(self.model, self.cache), use_cache=True, logits_to_keep=1)
             advance(start + part.shape[1], total)
         self.cache.settle()
         return total
@@ -193,5 +194,5 @@ def read(
         )
     for start in range(0, total, CHUNK):
         part = ids[:, start : start + CHUNK]
-        model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(part, **passed(model, cache), use_cache=True, logits_to_keep=1)
         advance(start + part.shape[1], total)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvsketch.errors import InputError
 from kvsketch.hf.cache import SketchCache
+from kvsketch.hf.passing import given, passed, passed_to_generate
 
 
 @contextmanager
@@ -20,7 +21,7 @@ def compressing(model: PreTrainedModel, *args: Any, **settings: Any) -> Iterator
     after the block the model is unchanged.
 
     This works through ``pipeline`` and any library that calls ``model.generate``. A call that
-    passes ``past_key_values``, or ``use_cache=False``, is not changed. The model itself is, and so
+    passes a cache, or ``use_cache=False``, is not changed. The model itself is, and so
     are the calls of other threads.
 
     Args:
@@ -56,9 +57,9 @@ def compressing(model: PreTrainedModel, *args: Any, **settings: Any) -> Iterator
     @functools.wraps(generate)
     def generating(*args: Any, **kwargs: Any) -> Any:
         asked = kwargs.get("use_cache", getattr(kwargs.get("generation_config"), "use_cache", None))
-        if kwargs.get("past_key_values") is None and asked is not False:
+        if given(kwargs) is None and asked is not False:
             # Also where the model's own settings have it off, such as after a training.
-            kwargs |= {"past_key_values": new_cache(), "use_cache": True}
+            kwargs |= {**passed_to_generate(new_cache()), "use_cache": True}
         return generate(*args, **kwargs)
 
     def calling(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,8 +67,8 @@ def compressing(model: PreTrainedModel, *args: Any, **settings: Any) -> Iterator
         wanted = (
             model.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
         )
-        if kwargs.get("past_key_values") is None and wanted and not model.training:
-            kwargs = {**kwargs, "past_key_values": new_cache()}
+        if given(kwargs) is None and wanted and not model.training:
+            kwargs = {**kwargs, **passed(model, new_cache())}
         return args, kwargs
 
     before = vars(model).get("generate")

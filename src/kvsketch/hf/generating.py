@@ -8,6 +8,7 @@ from typing import Any
 from transformers import GenerationMixin
 
 from kvsketch.errors import InputError
+from kvsketch.hf.passing import given
 
 
 def install(kind: type) -> None:
@@ -19,15 +20,17 @@ def install(kind: type) -> None:
         return
 
     @functools.wraps(original)
-    def prepared(self: Any, config: Any, given: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        cache = given.get("past_key_values")
+    def prepared(
+        self: Any, config: Any, arguments: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        cache = given(arguments)
         if config.use_cache is False and isinstance(cache, kind):
             raise InputError(
                 f"use_cache=False with a {kind.__name__}: generate would pass all of the text "
                 "again at every step. Pass use_cache=True (the model's generation_config may have "
                 "it off, as after a training)"
             )
-        return original(self, config, given, *args, **kwargs)
+        return original(self, config, arguments, *args, **kwargs)
 
     prepared._kvsketch = True  # type: ignore[attr-defined]
     GenerationMixin._prepare_cache_for_generation = prepared

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, __version__
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
@@ -16,6 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from kvsketch.errors import UnsupportedError
 from kvsketch.hf import adapters
 
+#: the newest transformers whose models were tried (docs/models.md)
+TESTED = (5, 24)
 _LATENT = "caches latents of two sizes in one model (multi-head latent attention)"
 _BIAS = "adds a position bias to its scores, by the distance of tokens"
 #: Families whose attention does not use exactly the cached keys, by model type. ``forward`` and
@@ -24,9 +27,11 @@ REFUSED = {
     "blt": "keeps the caches of several decoders of bytes and patches in one object",
     "diffllama": "attends twice in every layer, to two halves of the values",
     "doge": "adds learned numbers, made from the values, to its attention mask",
+    "dory": "runs some of its layers several times, each time with a cache of its own",
     "dots3_note": _LATENT,
     "dots3_note_text": _LATENT,
     "git": "computes attention itself, without transformers' attention interface",
+    "inkling2_loop_text": _BIAS,
     "inkling2_text": _BIAS,
     "inkling_text": _BIAS,
     "jetmoe": "repeats its keys for the experts between the cache and attention",
@@ -51,6 +56,7 @@ def check_supported(config: PretrainedConfig) -> None:
         UnsupportedError: an encoder-decoder, or attention that is known not to be transformers'
             attention interface over the cached keys and values.
     """
+    _warn_of_newer(__version__)
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
         raise UnsupportedError(
@@ -73,6 +79,18 @@ def check_supported(config: PretrainedConfig) -> None:
         )
     if reason is not None:
         raise UnsupportedError(f"{name} {reason}; use DynamicCache for it")
+
+
+def _warn_of_newer(version: str) -> None:
+    """Warn of a transformers that nobody has tried: minor versions have renamed arguments."""
+    if tuple(int(number) for number in version.split(".")[:2]) > TESTED:
+        tested = ".".join(map(str, TESTED))
+        warnings.warn(
+            f"transformers {version} is newer than {tested}, the last one that this kvsketch was "
+            "tested with: compare some answers with DynamicCache's, or install an older one",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def check_projection(config: PretrainedConfig, method: str) -> None:

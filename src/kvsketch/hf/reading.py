@@ -21,6 +21,7 @@ from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.models import has_interface
 from kvsketch.hf.other_layers import RESTORED, kept
 from kvsketch.hf.parts import RereadPart, parts_of, sampled
+from kvsketch.hf.passing import passed
 from kvsketch.hf.second_reading import Again, ReadEnough, Reading
 from kvsketch.hf.system_message import pin_system_message
 from kvsketch.hf.weighing import weighed
@@ -143,7 +144,7 @@ def prefill(
             size = chunk_size or tokens
             for start in range(0, tokens, size):
                 ids, seen = input_ids[:, start : start + size], mask[:, : start + size]
-                inner(**_inputs(inner, ids, seen), past_key_values=cache, use_cache=True)
+                inner(**_inputs(inner, ids, seen), **passed(inner, cache), use_cache=True)
                 bar.advance(ids.shape[1])
             real, put_back = bool(mask.all()), kept(cache.layers)
             if asked:
@@ -166,7 +167,7 @@ def prefill(
                 with suppress(ReadEnough), weighed(weighs, model, forward.sketches, reading):
                     seen = torch.cat([mask, part.mask], dim=1)
                     given = _inputs(inner, part.ids, seen)
-                    inner(**given, past_key_values=cache, use_cache=True)
+                    inner(**given, **passed(inner, cache), use_cache=True)
                 put_back()
                 forward.masks.cut(tokens)
                 bar.advance(count)
@@ -234,7 +235,7 @@ def _answered(
     over = torch.zeros(len(ids), dtype=torch.bool)
     for _ in range(ANSWER):
         seen = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        found = model(**_inputs(model, new, seen), past_key_values=cache, use_cache=True)
+        found = model(**_inputs(model, new, seen), **passed(model, cache), use_cache=True)
         new = found.logits[:, -1:].argmax(-1)
         over |= torch.isin(new[:, 0].cpu(), ends)
         if bool(over.all()):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvsketch.errors import UnsupportedError
+from kvsketch.hf.passing import passed
 from kvsketch.methods.rotation import Turn
 
 #: rope types whose frequencies do not depend on the position
@@ -62,7 +63,7 @@ def _keys_at(model: PreTrainedModel, position: int) -> list[Tensor]:
     cache = DynamicCache(config=model.config)
     ids = torch.full((1, 1), 3, device=model.device)
     at = torch.full((1, 1), position, device=model.device)
-    model(ids, position_ids=at, past_key_values=cache, use_cache=True)
+    model(ids, position_ids=at, **passed(model, cache), use_cache=True)
     return [layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None]
 
 

@@ -30,6 +30,7 @@ from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.tasks.base import Task, mean
 from kvsketch.hf.interface import Kernel, watched
 from kvsketch.hf.models import kv_heads_of
+from kvsketch.hf.passing import passed_to_generate
 from kvsketch.observed import causal
 from kvsketch.slots import Slots
 
@@ -240,7 +241,7 @@ class _Trial:
                 output = self.model.generate(
                     one.ids,
                     attention_mask=torch.ones_like(one.ids),
-                    past_key_values=DynamicCache(config=self.model.config),
+                    **passed_to_generate(DynamicCache(config=self.model.config)),
                     max_new_tokens=one.case.max_new_tokens,
                     do_sample=False,
                 )

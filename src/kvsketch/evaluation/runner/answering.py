@@ -18,6 +18,7 @@ from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.setups import Setup
 from kvsketch.evaluation.tasks.base import Reply
 from kvsketch.hf import SketchCache, prefill
+from kvsketch.hf.passing import passed_to_generate
 
 
 class Answerer:
@@ -156,7 +157,7 @@ class Answerer:
             output: Tensor = self.model.generate(
                 ids.to(device),
                 attention_mask=(torch.ones_like(ids) if mask is None else mask).to(device),
-                past_key_values=cache,
+                **passed_to_generate(cache),
                 generation_config=config,
                 stopping_criteria=StoppingCriteriaList([probe] if probe else []),
             )

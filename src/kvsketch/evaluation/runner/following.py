@@ -25,6 +25,7 @@ from kvsketch.evaluation.tasks.base import Reply
 from kvsketch.hf import SketchCache
 from kvsketch.hf.activations import intercepted
 from kvsketch.hf.layer import SketchLayer
+from kvsketch.hf.passing import passed
 
 #: the attention of single layers; everything else follows from the predictions
 ATTENTION = "attention_error"
@@ -168,4 +169,5 @@ class Follower:
             self._forward(ids, cache, 1)
 
     def _forward(self, ids: Tensor, cache: Any, keep: int = 1) -> Any:
-        return self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=keep)
+        taken = passed(self.model, cache)
+        return self.model(ids, **taken, use_cache=True, logits_to_keep=keep)

@@ -31,6 +31,7 @@ from kvsketch.evaluation.runner import hub
 from kvsketch.evaluation.runner.harness_arguments import check_model_args
 from kvsketch.evaluation.runner.setups import EXACT
 from kvsketch.hf import SketchCache
+from kvsketch.hf.passing import passed, passed_to_generate
 
 try:
     from lm_eval.api.registry import register_model
@@ -136,7 +137,7 @@ class SketchLM(HFLM):  # type: ignore[misc]
         if self._sketch["prefill"] == "streaming":
             kwargs["prefill_chunk_size"] = PIECE
         ids: Tensor = super()._model_generate(
-            context, max_length, stop, past_key_values=cache, **kwargs
+            context, max_length, stop, **passed_to_generate(cache), **kwargs
         )
         self._note(cache)
         return ids
@@ -189,9 +190,10 @@ class SketchLM(HFLM):  # type: ignore[misc]
         half = self.mixed_precision_dtype
         with torch.no_grad(), torch.autocast(self.device.type, half, half is not None):
             cache = self._new_cache(self.model.config)
+            taken = passed(self.model, cache)
             for start in range(0, record.shape[1], chunk):
                 part = record[:, start : start + chunk]
-                self.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                self.model(part, **taken, use_cache=True, logits_to_keep=1)
             self._note(cache)
             for start in range(0, len(continuations), rows):
                 batch = continuations[start : start + rows]
@@ -210,7 +212,7 @@ class SketchLM(HFLM):  # type: ignore[misc]
         asked = [[first, *tokens[:-1]] for tokens in continuations]
         width = max(map(len, asked))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in asked], device=self.device)
-        logits = self.model(ids, past_key_values=cache, use_cache=True).logits
+        logits = self.model(ids, **passed(self.model, cache), use_cache=True).logits
         scores = logits.log_softmax(-1, dtype=self.softmax_dtype)
         answers = []
         for row, tokens in zip(scores, continuations, strict=True):

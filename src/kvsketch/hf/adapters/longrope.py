@@ -16,6 +16,7 @@ from torch import Tensor
 from kvsketch.errors import UnsupportedError
 from kvsketch.hf.adapters.base import Adapter
 from kvsketch.hf.layer import SketchLayer
+from kvsketch.hf.passing import given
 
 _CLASSES = (
     ("phi3", "Phi3ForCausalLM"),
@@ -45,10 +46,11 @@ def _wrap(model_class: Any) -> None:
         return
 
     @functools.wraps(original)
-    def prepare(self: Any, input_ids: Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
+    def prepare(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = args[0] if args else given(kwargs)
         limit = getattr(self.config, "original_max_position_embeddings", None)
-        if limit is not None and _is_ours(past_key_values):
-            seen = past_key_values.get_seq_length()
+        if limit is not None and _is_ours(cache):
+            seen = cache.get_seq_length()
             if 0 < seen <= limit < input_ids.shape[1]:
                 raise UnsupportedError(
                     f"{type(self).__name__} changes its rotary frequencies after {limit} tokens "
@@ -56,7 +58,7 @@ def _wrap(model_class: Any) -> None:
                     "of the frequencies before: read a prompt that is longer than that at once, "
                     f"stay within {limit} tokens, or use DynamicCache"
                 )
-        return original(self, input_ids, past_key_values=past_key_values, **kwargs)
+        return original(self, input_ids, *args, **kwargs)
 
     prepare._kvsketch = True  # type: ignore[attr-defined]
     model_class.prepare_inputs_for_generation = prepare

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_tensor
 
 from kvsketch.hf.adapters.base import Adapter, wrap
+from kvsketch.hf.passing import given
 from kvsketch.observed import Observed
 
 
@@ -60,20 +61,19 @@ def _cache(
     module: Any,
     hidden_states: Tensor,
     position_bias: Tensor,
-    past_key_values: Any = None,
-    *_: Any,
-    **__: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    return past_key_values
+    return args[0] if args else given(kwargs)
 
 
 def _asked(
     module: Any,
     hidden_states: Tensor,
     position_bias: Tensor,
-    past_key_values: Any = None,
+    _: Any = None,
     attention_mask: Tensor | None = None,
-    **_: Any,
+    **__: Any,
 ) -> tuple[Observed, Any]:
     # MPT's mask is True where a query may NOT look.
     mask = None if attention_mask is None else ~attention_mask
