@@ -60,7 +60,8 @@ def second_reading(result: dict[str, Any]) -> str:
 
 def lengths() -> list[dict[str, Any]]:
     """LongEval of several lengths after a second reading, with as many cases of each."""
-    names = ("longeval_unseen_200_more", "longeval_unseen_300_more", "longeval_unseen_400")
+    names = [f"longeval_unseen_{lines}_more" for lines in (200, 250, 300, 350)]
+    names.append("longeval_unseen_400")
     return [one for one in map(loaded, names) if one]
 
 
@@ -143,7 +144,9 @@ PAGES: dict[str, tuple[str, Callable[[], str], dict[str, Callable[[dict[str, Any
             "longeval_reread_measured": page_reread.measured_after,
             "longeval_unseen_300": second_reading,
             "longeval_unseen_200_more": second_reading,
+            "longeval_unseen_250_more": second_reading,
             "longeval_unseen_300_more": second_reading,
+            "longeval_unseen_350_more": second_reading,
             "longeval_unseen_400": second_reading_of_all,
             "reading": page_reread.reading,
             "ruler_unseen": page_ruler.ruler,

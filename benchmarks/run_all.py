@@ -105,7 +105,7 @@ COMMANDS = {
         f"longeval_unseen_{lines}_more": f"longeval --lines {lines} --count 50 --budgets 0.1,0.05 "
         "--methods heavy_merge,heavy_merge@global+int4/sample,heavy_merge@global+int4/reread,"
         "kvzip+int4/reread"
-        for lines in (200, 300)
+        for lines in (200, 250, 300, 350)
     },
     "reading": "reading --beside {results}/longeval_reread.json",
     "ruler_unseen": "ruler --count 6 --budgets 0.25,0.1,0.05 "

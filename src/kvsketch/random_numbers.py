@@ -38,6 +38,19 @@ def drawn(generator: torch.Generator) -> int:
     return int(torch.randint(-(1 << 63), (1 << 63) - 1, (), generator=generator))
 
 
+def generator_bytes(generator: torch.Generator) -> bytes:
+    """The state of a generator. torch hands a generator to a new process as a tensor that is gone
+    before the process begins."""
+    return bytes(generator.get_state().numpy().tobytes())
+
+
+def generator_of(state: bytes) -> torch.Generator:
+    """The generator of ``generator_bytes``."""
+    found = torch.Generator()
+    found.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return found
+
+
 def generator_state(generator: torch.Generator, seed: int) -> State | None:
     """The state of a generator; None if no number was drawn since ``manual_seed``."""
     found = generator.get_state()

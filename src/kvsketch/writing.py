@@ -39,7 +39,7 @@ def whole(path: Path, name: str, new: bool = False) -> Iterator[BinaryIO]:
         InputError: it cannot be written.
     """
     try:
-        target = path if new else path.resolve()
+        target = path if new else Path(os.path.realpath(path))  # no error for a loop of links
         if not new and target.exists() and not target.is_file():
             with target.open("wb") as stream:
                 yield stream

@@ -30,6 +30,7 @@ from kvsketch.evaluation.runner.files import try_folder
 from kvsketch.evaluation.runner.store import Store
 from kvsketch.method_names import METHOD_NAMES, NEED_REREAD
 from kvsketch.methods.registry import ALL_METHODS, REREADING
+from kvsketch.writing import save_bytes
 from tiny_model import save_tiny_model, tiny_case
 
 #: an address at which no server listens
@@ -612,3 +613,38 @@ def test_a_store_is_discarded_only_where_it_was_made_and_is_empty(tmp_path: Path
     Store(new).discard()
     assert new.exists()  # this Store did not create it
     assert old.exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "vocabulary", "layers"])
+def test_a_damaged_model_is_named(tmp_path: Path, damage: str) -> None:
+    """A download that stopped, or a configuration of another model: one line, and no file made with
+    random weights."""
+    folder = save_tiny_model(tmp_path / "model")
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    said = json.loads(config.read_text())
+    reason = "cannot be loaded"
+    if damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:2000])
+    elif damage == "empty":
+        weights.write_bytes(b"")
+    elif damage == "vocabulary":
+        config.write_text(json.dumps({**said, "vocab_size": said["vocab_size"] - 1}))
+    else:
+        config.write_text(json.dumps({**said, "num_hidden_layers": 3}))
+        reason = "has no weights for model.layers.2."
+    text, out = tmp_path / "text.txt", tmp_path / "text.kvs"
+    text.write_text("the first line\n" * 20)
+    words = ["compress", str(text), "-o", str(out), "--model", str(folder)]
+    command = [sys.executable, "-m", "kvsketch", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"--model '{folder}' {reason}" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not out.exists()
+
+
+def test_a_loop_of_links_becomes_a_file(tmp_path: Path) -> None:
+    loop = tmp_path / "loop.kvs"
+    loop.symlink_to(loop)
+    save_bytes(loop, b"whole", "--out")
+    assert loop.read_bytes() == b"whole"

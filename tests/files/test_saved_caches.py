@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, OPTConfig
 
+import kvsketch
 import tiny_models
 from families import CONFIGS, build
 from kvsketch import (
@@ -341,6 +342,65 @@ def test_numbers_of_numpy_are_saved_too(llama: Any, tmp_path: Path) -> None:
         odd.save(tmp_path / "odd.kvs")
 
 
+@pytest.mark.parametrize("read", ["generate", "prefill", "compressing", "forked", "loaded"])
+def test_other_weights_outside_of_attention_are_refused(
+    llama: Any, tmp_path: Path, read: str
+) -> None:
+    """Keys depend on embeddings, norms and MLPs, too. A model is known that read the text by a call
+    of ours or of transformers."""
+    path, ids = tmp_path / "cache.kvs", ids_of(1, 100)
+    cache = SketchCache(llama.config, "snapkv", budget=40, **WINDOW)
+    if read == "prefill":
+        kvsketch.prefill(llama, ids, cache)
+    elif read == "compressing":
+        with kvsketch.compressing(llama, "snapkv", budget=40, **WINDOW) as caches:
+            forward(llama, ids, None)
+        (cache,) = caches
+    else:
+        llama.generate(ids, past_key_values=cache, max_new_tokens=2)
+    cache = cache.fork() if read == "forked" else cache
+    cache.save(path)
+    if read == "loaded":
+        SketchCache.load(path, build("llama")).save(path)
+    assert SketchCache.load(path, build("llama")).get_seq_length() >= 100
+    for name in ("embed_tokens", "layers.0.mlp.down_proj", "layers.1.input_layernorm"):
+        tuned = build("llama")
+        tuned.model.get_submodule(name).weight.data.mul_(1.1)
+        with pytest.raises(InputError, match="other weights"):
+            SketchCache.load(path, tuned)
+
+
+def test_quantised_weights_are_compared(llama: Any, tmp_path: Path) -> None:
+    """Weights that are stored as buffers, or that are made of several tensors."""
+
+    class Quantised(torch.nn.Module):
+        def __init__(self, linear: Any) -> None:
+            super().__init__()
+            self.register_buffer("scale", linear.weight.detach().abs().amax() / 127)
+            self.register_buffer("codes", (linear.weight.detach() / self.scale).round().char())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ (self.codes * self.scale).mT
+
+    def quantised(factor: float) -> Any:
+        model = build("llama")
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight.data.mul_(factor)
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                one = getattr(layer.self_attn, name)
+                setattr(layer.self_attn, name, Quantised(one))
+        return model
+
+    path = tmp_path / "cache.kvs"
+    cache = SketchCache(llama.config, "snapkv", budget=40, **WINDOW)
+    model = quantised(1.0)
+    forward(model, ids_of(1, 100), cache)  # its attention alone is known
+    cache.save(path)
+    SketchCache.load(path, quantised(1.0))
+    with pytest.raises(InputError, match="other weights"):
+        SketchCache.load(path, quantised(2.0))
+
+
 def test_another_model_or_tokenizer_is_refused(llama: Any, tmp_path: Path) -> None:
     from tiny_model import tiny_tokenizer
 
@@ -358,6 +418,11 @@ def test_another_model_or_tokenizer_is_refused(llama: Any, tmp_path: Path) -> No
         SketchCache.load(path, tuned)
     with pytest.raises(InputError, match="dtype=float32"):
         SketchCache.load(path, build("llama").to(torch.bfloat16))
+    loaded = SketchCache.load(path, llama)
+    loaded.save(path)
+    with pytest.raises(InputError, match="other weights"):
+        SketchCache.load(path, tuned)
+    cache.save(path, tokenizer=tokenizer)
     other = tiny_tokenizer()
     other.add_tokens(["a new one"])
     with pytest.raises(InputError, match="another tokenizer"):

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
+import kvsketch
 from families import VOCABULARY, build
-from kvsketch import SketchCache, UnsupportedError
+from kvsketch import InputError, SketchCache, UnsupportedError
 
 WINDOW: dict[str, Any] = {"sink": 2, "recent": 6}
 
@@ -59,6 +60,59 @@ def test_prefix_tuning_is_refused_before_the_first_token(peft: Any) -> None:
     with pytest.raises(UnsupportedError, match="prefix tuning replaces the given cache"):
         model.generate(input_ids=ids_of(40), past_key_values=cache, max_new_tokens=4)
     assert cache.get_seq_length() == 0
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize("tokens", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_prefill_without_learned_tokens_is_refused(peft: Any, tokens: str) -> None:
+    config = getattr(peft, tokens)(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    model = peft.get_peft_model(build("llama"), config).eval()
+    cache = SketchCache(model.config, budget=0.5)
+    with pytest.raises(UnsupportedError, match="without the tokens that PEFT's prompt"):
+        kvsketch.prefill(model, ids_of(40), cache)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["up_proj"]])
+def test_a_file_is_of_the_active_adapter(peft: Any, tmp_path: Path, targets: list[str]) -> None:
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(build("llama"), config).eval()
+    model.add_adapter("other", config)
+    path, plain = tmp_path / "adapted.kvs", tmp_path / "plain.kvs"
+    with kvsketch.compressing(model, "snapkv", budget=20, **WINDOW) as caches:
+        model.generate(input_ids=ids_of(40), max_new_tokens=2)
+    caches[0].save(path)
+    cache = SketchCache(model.config, "snapkv", budget=20, **WINDOW)
+    build("llama").generate(ids_of(40), past_key_values=cache, max_new_tokens=2)
+    cache.save(plain)
+
+    def refused(path: Path) -> None:
+        with pytest.raises(InputError, match="other weights"):
+            SketchCache.load(path, model)
+
+    SketchCache.load(path, model)
+    refused(plain)
+    with model.disable_adapter():
+        refused(path)
+        SketchCache.load(plain, model)
+    model.set_adapter("other")
+    refused(path)
+
+
+def test_a_file_of_a_model_whose_weights_are_elsewhere(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    path = tmp_path / "one.kvs"
+    models = build("llama"), accelerate.cpu_offload(build("llama"), execution_device="cpu")
+    for model in models:
+        cache = SketchCache(model.config, "snapkv", budget=20, **WINDOW)
+        kvsketch.prefill(model, ids_of(40), cache)
+        cache.save(path)
+        for other in models:
+            assert SketchCache.load(path, other).get_seq_length() == 40
+    other = build("llama")
+    other.model.layers[0].self_attn.k_proj.weight.data.mul_(2.0)
+    with pytest.raises(InputError, match="other weights"):
+        SketchCache.load(path, other)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

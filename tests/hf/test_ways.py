@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -635,6 +636,23 @@ torch.save(logits, {str(tmp_path / "logits.pt")!r})
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
     for logits in torch.load(tmp_path / "logits.pt"):
         torch.testing.assert_close(logits, forward(model, ids_of(1, 1, 7), cache))
+
+
+@pytest.mark.parametrize("method", ["snapkv", "subgen"])
+def test_a_cache_is_an_argument_of_a_new_process(method: str) -> None:
+    """torch shares a tensor with a process that begins later as long as it is there: the state of a
+    random generator was not."""
+    model = build("llama")
+    cache = SketchCache(model.config, method, budget=0.5, **WINDOW)
+    forward(model, ids_of(1, 120), cache)
+    twin = pickle.loads(pickle.dumps(cache))
+    streams = [one._sketches()[0].stream for one in (cache, twin)]
+    own, other = (getattr(stream.method, "sketch", stream.method) for stream in streams)
+    assert torch.equal(own.generator.get_state(), other.generator.get_state())
+    process = multiprocessing.get_context("spawn").Process(target=str, args=(cache,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
 
 
 def compiled_run(model: Any, caches: Any, first: bool, **how: Any) -> None:
@@ -1323,6 +1341,59 @@ def test_compressing_gives_every_call_a_cache_and_is_undone(
         assert len(caches) == 3
     assert vars(llama) == before
     assert torch.equal(llama.generate(ids_of(1, 40), max_new_tokens=10, do_sample=False), exact)
+
+
+def test_blocks_of_several_threads_end_in_any_order(llama: Any) -> None:
+    """A block that ends while a later one goes on leaves the model to it, and the last one leaves
+    it as it was."""
+    before = dict(vars(llama))
+    exact = llama.generate(ids_of(1, 40), max_new_tokens=10, do_sample=False)
+    for order in ((0, 1, 2), (1, 0, 2), (2, 0, 1)):
+        blocks = [kvsketch.compressing(llama, "snapkv", **SMALL) for _ in range(3)]
+        caches = [block.__enter__() for block in blocks]
+        for done, number in enumerate(order, 1):
+            blocks[number].__exit__(None, None, None)
+            llama.generate(ids_of(1, 40), max_new_tokens=2, do_sample=False)
+            assert sum(map(len, caches)) == min(done, 2)
+        assert vars(llama) == before
+        ids = llama.generate(ids_of(1, 40), max_new_tokens=10, do_sample=False)
+        assert torch.equal(ids, exact)
+
+
+def test_a_compiled_model_is_the_model_in_it(llama: Any, tmp_path: Path) -> None:
+    compiled = torch.compile(llama, backend="eager")
+    with kvsketch.compressing(compiled, "snapkv", **SMALL) as caches:
+        compiled.generate(ids_of(1, 40), max_new_tokens=4, do_sample=False)
+        with torch.no_grad():
+            compiled(ids_of(1, 40))
+    assert [cache.get_seq_length() for cache in caches] == [43, 40]
+    caches[0].save(tmp_path / "one.kvs")
+    assert SketchCache.load(tmp_path / "one.kvs", compiled).get_seq_length() == 43
+    with pytest.raises(InputError, match="must be a transformers model, got Linear"):
+        SketchCache.load(tmp_path / "one.kvs", torch.nn.Linear(1, 1))
+
+
+def test_checkpointing_in_training_is_refused() -> None:
+    """The model drops every cache then, and ``generate`` reads the last token alone."""
+    model = build("llama").train()
+    cache = SketchCache(model.config, budget=0.5)
+    with mock.patch.object(type(model), "is_activation_checkpointing", True, create=True):
+        with pytest.raises(UnsupportedError, match=r"gradient checkpointing.*call model\.eval\(\)"):
+            greedy(model, ids_of(1, 40), cache, 2)
+        greedy(model.eval(), ids_of(1, 40), cache, 2)
+    assert cache.get_seq_length() == 41
+
+
+def test_float64_in_several_turns() -> None:
+    """Slots in few bits are read in float32, and exact ones beside them are not."""
+    model = build("llama").double()
+    model.config.max_position_embeddings = 4096
+    cache = SketchCache(model.config, budget=0.1)
+    ids = ids_of(1, 400)
+    for turn in range(3):
+        ids = greedy(model, torch.cat([ids, ids_of(1, 200, turn)], 1), cache, 30)
+    assert cache.get_seq_length() == ids.shape[1] - 1
+    assert cache.nbytes() < 0.25 * cache.exact_nbytes()
 
 
 def test_compressing_turns_the_cache_on(llama: Any, expected: torch.Tensor) -> None:

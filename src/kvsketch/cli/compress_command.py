@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from kvsketch.arguments import QUERY_SOURCES, check_arguments
 from kvsketch.cli.document_options import (
@@ -172,7 +173,8 @@ def compress_command(
     cache = made(config, 1)  # raises, before weights are loaded
     wording = Wording.of(tokenizer, plain)
     loaded = loading.load_model(folder, device, dtype)
-    ids = documents.encoded(loaded, tokenizer, wording.before + text, not wording.chat)
+    with Console(stderr=True).status(f"Reading {len(text):,} characters as tokens"):
+        ids = documents.encoded(loaded, tokenizer, wording.before + text, not wording.chat)
     ids = ids[:, :max_tokens]
     around = documents.encoded(loaded, tokenizer, wording.asking + wording.answering, False)
     least = around.shape[1] + 2  # a token of a question, and one of an answer

@@ -13,7 +13,9 @@ from torch import Tensor
 from kvsketch.documents.wording import Wording
 from kvsketch.errors import InputError
 from kvsketch.hf import SketchCache, prefill
+from kvsketch.hf.identity import Origin
 from kvsketch.hf.passing import passed
+from kvsketch.hf.wrapped import transformers_model
 
 #: tokens that are read at a time
 CHUNK = 1024
@@ -192,6 +194,7 @@ def read(
         raise InputError(
             f"--queries {queries} reads all of a document first and needs --prefill exact"
         )
+    cache.origin = Origin(transformers_model(model))
     for start in range(0, total, CHUNK):
         part = ids[:, start : start + CHUNK]
         model(part, **passed(model, cache), use_cache=True, logits_to_keep=1)

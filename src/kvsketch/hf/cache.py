@@ -30,6 +30,7 @@ from kvsketch.hf.compaction import compact, pin
 from kvsketch.hf.decoding import Decoding
 from kvsketch.hf.forward import Forward
 from kvsketch.hf.hybrid_layer import HybridSketchLayer
+from kvsketch.hf.identity import Origin
 from kvsketch.hf.latent import LatentSketchLayer
 from kvsketch.hf.layer import LayerSettings, SketchLayer
 from kvsketch.hf.rotary import check_rotary
@@ -175,6 +176,8 @@ class SketchCache(Cache):  # type: ignore[misc]
         #: the user's description, stored by ``save``
         self.about: dict[str, Any] = {}
         self._marks: dict[str, Any] = {}  # identify the model of a cache that was loaded
+        #: the model, known from ``generate``, ``prefill`` and ``compressing``
+        self.origin = Origin()
         self._tokenizer: str | None = None
         if not isinstance(config, PretrainedConfig):
             raise InputError(f"config must be the model's config, got {type(config).__name__}")
@@ -562,7 +565,10 @@ class SketchCache(Cache):  # type: ignore[misc]
         and number is checked before a cache is built from it.
 
         Args:
-            model: the model of the cache, with the same weights in the same dtype.
+            model: the model of the cache, with the same weights in the same dtype, also compiled or
+                with PEFT's adapters. Some numbers of each of its weights are compared, if
+                ``generate``, ``prefill`` or ``compressing`` has read the text; else those of its
+                attention.
             tokenizer: the model's tokenizer; refused if the text was encoded by another one.
 
         Raises:
@@ -594,7 +600,7 @@ class SketchCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Remove all tokens; settings are kept."""
-        self._decoding = None
+        self._decoding, self.origin = None, Origin()
         self._forward.reset()
 
     def __repr__(self) -> str:

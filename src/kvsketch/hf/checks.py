@@ -28,8 +28,9 @@ def check_tokens(
         )
     if budget is not None and budget.even is None and budget.heads != keys.shape[1]:
         raise InputError(
-            f"allocation has {budget.heads} KV heads, this process holds "
-            f"{keys.shape[1]}: under tensor parallelism give one share per layer"
+            f"the budgets are of {budget.heads} KV heads, and these keys have {keys.shape[1]}: "
+            "another model (make one cache per model, or call reset()), or tensor parallelism "
+            "(give one share per layer)"
         )
     if held is not None:
         shape, dtype, device = held

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,9 @@ from transformers import PreTrainedModel
 
 from kvsketch.errors import InputError
 from kvsketch.hf.cache import SketchCache
+from kvsketch.hf.identity import Origin
 from kvsketch.hf.passing import given, passed, passed_to_generate
+from kvsketch.hf.wrapped import transformers_model
 
 
 @contextmanager
@@ -25,7 +28,7 @@ def compressing(model: PreTrainedModel, *args: Any, **settings: Any) -> Iterator
     are the calls of other threads.
 
     Args:
-        model: a transformers causal language model.
+        model: a transformers causal language model, also compiled or with PEFT's adapters.
         args: the method; ``settings``: further arguments of ``SketchCache``.
 
     Yields:
@@ -41,15 +44,15 @@ def compressing(model: PreTrainedModel, *args: Any, **settings: Any) -> Iterator
         ...     pipeline("text-generation", model=model, tokenizer=tokenizer)("Once upon a time")
         >>> caches[-1].summary()["slots"]                                  # doctest: +SKIP
     """
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise InputError(
-            f"model must be a transformers model with generate, got {type(model).__name__}"
-        )
+    model = transformers_model(model)
+    if not model.can_generate():
+        raise InputError(f"model must be one that generates, got {type(model).__name__}")
     SketchCache(model.config, *args, **settings)  # invalid settings should fail now
     caches: list[SketchCache] = []
 
     def new_cache() -> SketchCache:
         caches.append(SketchCache(model.config, *args, **settings))
+        caches[-1].origin = Origin(model)
         return caches[-1]
 
     generate = model.generate
@@ -57,7 +60,7 @@ def compressing(model: PreTrainedModel, *args: Any, **settings: Any) -> Iterator
     @functools.wraps(generate)
     def generating(*args: Any, **kwargs: Any) -> Any:
         asked = kwargs.get("use_cache", getattr(kwargs.get("generation_config"), "use_cache", None))
-        if given(kwargs) is None and asked is not False:
+        if given(kwargs) is None and asked is not False and not block.over:
             # Also where the model's own settings have it off, such as after a training.
             kwargs |= {**passed_to_generate(new_cache()), "use_cache": True}
         return generate(*args, **kwargs)
@@ -68,17 +71,35 @@ def compressing(model: PreTrainedModel, *args: Any, **settings: Any) -> Iterator
             model.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
         )
         if given(kwargs) is None and wanted and not model.training:
-            kwargs = {**kwargs, **passed(model, new_cache())}
+            kwargs = {**kwargs, name: new_cache()}
         return args, kwargs
 
-    before = vars(model).get("generate")
+    (name,) = passed(model, None)
+    block = _Block(vars(model).get("generate"))
+    generating._kvsketch_block = block  # type: ignore[attr-defined]
     model.generate = generating
     hook = model.register_forward_pre_hook(calling, with_kwargs=True)
     try:
         yield caches
     finally:
         hook.remove()
-        if before is None:
-            del model.generate
-        else:
-            model.generate = before
+        block.over = True
+        # Blocks of several threads may end in any order: what is below one that goes on stays.
+        while (last := _block_of(model)) is not None and last.over:
+            if last.before is None:
+                del model.generate
+            else:
+                model.generate = last.before
+
+
+@dataclass
+class _Block:
+    """A block, and what stood in the place of its ``generate`` when it began."""
+
+    before: Any
+    over: bool = False
+
+
+def _block_of(model: PreTrainedModel) -> _Block | None:
+    """The block that began last of those whose ``generate`` is still there."""
+    return getattr(vars(model).get("generate"), "_kvsketch_block", None)

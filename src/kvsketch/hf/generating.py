@@ -1,4 +1,4 @@
-"""What ``generate`` must not do with a cache of ours."""
+"""What ``generate`` must not do with a cache of ours, and what it says of it: the model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 from transformers import GenerationMixin
 
-from kvsketch.errors import InputError
+from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.hf.identity import Origin
 from kvsketch.hf.passing import given
 
 
-def install(kind: type) -> None:
+def install(kind: type[Any]) -> None:
     """Have ``generate`` refuse ``use_cache=False`` beside a cache of this kind, once per process:
     it would pass all of the text at every step, also to a cache that has seen it, and the answers
     would be wrong without a word. Fine-tuned models often have it in their settings."""
@@ -30,7 +31,21 @@ def install(kind: type) -> None:
                 "again at every step. Pass use_cache=True (the model's generation_config may have "
                 "it off, as after a training)"
             )
+        if isinstance(cache, kind):
+            if self.training and _drops_caches(self):
+                raise UnsupportedError(
+                    f"a {kind.__name__} in training mode with gradient checkpointing, where the "
+                    "model drops every cache: call model.eval()"
+                )
+            cache.origin = Origin(self)
         return original(self, config, arguments, *args, **kwargs)
 
     prepared._kvsketch = True  # type: ignore[attr-defined]
     GenerationMixin._prepare_cache_for_generation = prepared
+
+
+def _drops_caches(model: Any) -> bool:
+    """Whether its layers are computed again for gradients, by the older name where there is no
+    other."""
+    now = getattr(model, "is_activation_checkpointing", None)
+    return bool(model.is_gradient_checkpointing if now is None else now)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvsketch.errors import InputError
+from kvsketch.hf.wrapped import weights_of
 from kvsketch.state import name_of
 
 # Number of elements of a parameter that its mark uses, evenly spaced.
@@ -40,19 +42,51 @@ def config_mark(config: PretrainedConfig) -> str:
 def module_mark(module: nn.Module) -> str:
     """Name and hash of an attention module's weights: some elements of each, in bfloat16, so that
     it is the same in other dtypes."""
-    own = ((name, p) for name, p in sorted(module.named_parameters()) if not p.is_meta)
+    own = ((name, tensor) for name, tensor in weights_of(module) if not tensor.is_meta)
     return f"{type(module).__name__}:{mark_of(own)}"
+
+
+def model_mark(model: PreTrainedModel) -> str | None:
+    """As ``module_mark``, of all weights on which keys and values may depend; None: some of them
+    are on no device, and reading them would take long."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return None
+    return mark_of(weights_of(model.base_model))
 
 
 def mark_of(weights: Iterable[tuple[str, Tensor]]) -> str:
     """The hash of a module's weights, which are given with their names in it, in order."""
     digest = hashlib.sha256()
-    for name, parameter in weights:
-        flat = parameter.detach().flatten()
-        step = max(1, flat.numel() // _SAMPLED)
-        some = flat[::step][:_SAMPLED].to(torch.bfloat16).float().cpu()
-        digest.update(f"{name}{tuple(parameter.shape)}".encode() + some.numpy().tobytes())
+    for name, weight in weights:
+        digest.update(f"{name}{tuple(weight.shape)}".encode() + _some_of(weight))
     return digest.hexdigest()[:32]
+
+
+def _some_of(weight: Tensor) -> bytes:
+    try:
+        flat = weight.detach().flatten()
+    except NotImplementedError:  # a quantised one that is made of several, such as torchao's
+        parts, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined]
+        return b"".join(_some_of(getattr(weight, part)) for part in parts)
+    step = max(1, flat.numel() // _SAMPLED)
+    return flat[::step][:_SAMPLED].to(torch.bfloat16).float().cpu().numpy().tobytes()
+
+
+class Origin:
+    """The model whose cache it is, while it is alive. A copy of the cache keeps it; a cache in
+    another process has none."""
+
+    def __init__(self, model: PreTrainedModel | None = None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+
+    def __call__(self) -> PreTrainedModel | None:
+        return None if self._model is None else self._model()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Origin:
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return Origin, ()
 
 
 def dtype_of(module: nn.Module) -> str | None:
@@ -77,12 +111,11 @@ def check_model(told: Any, model: PreTrainedModel) -> None:
 
     Args:
         told: "config", "type", and as far as they were known, "layers" (marks of attention
-            modules) and "dtype".
+            modules), "weights" (that of all) and "dtype".
     """
     check_model_config(told, model.config)
-    marks, dtype = told.get("layers"), told.get("dtype")
-    if marks is None:
-        return
+    marks, dtype, weights = (told.get(name) for name in ("layers", "dtype", "weights"))
+    marks = [] if marks is None else marks
     if not isinstance(marks, list) or not all(isinstance(mark, str) for mark in marks):
         raise InputError(f"model.layers={marks!r:.60} must be marks of attention modules")
     if dtype is not None and not isinstance(dtype, str):
@@ -93,7 +126,8 @@ def check_model(told: Any, model: PreTrainedModel) -> None:
             f"model: the file was made with weights in {dtype!s:.20}; load the model with "
             f"dtype={dtype!s:.20} (--dtype)"
         )
-    if not set(marks) <= {module_mark(module) for module in found}:
+    whole = weights is None or model_mark(model) in (weights, None)
+    if not whole or not set(marks) <= {module_mark(module) for module in found}:
         raise InputError(
             "model: the file is of a model with the same configuration and other weights (another "
             "fine-tuning, another adapter)"
@@ -117,9 +151,13 @@ def check_tokenizer(told: Any, tokenizer: Any) -> None:
 
 
 def device_of(model: PreTrainedModel, layer: int) -> torch.device:
-    """Where the attention of a layer is."""
+    """Where the attention of a layer is computed, also if accelerate brings its weights there."""
     for module in model.modules():
         if getattr(module, "layer_idx", None) == layer:
+            for part in module.modules():
+                told = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+                if told is not None:
+                    return torch.device(told)
             for parameter in module.parameters():
                 if not parameter.is_meta:
                     return torch.device(parameter.device)

@@ -17,6 +17,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from kvsketch.errors import AccuracyWarning, InputError, UnsupportedError, at_least
 from kvsketch.hf.cache import SketchCache
+from kvsketch.hf.identity import Origin
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.models import has_interface
 from kvsketch.hf.other_layers import RESTORED, kept
@@ -25,6 +26,7 @@ from kvsketch.hf.passing import passed
 from kvsketch.hf.second_reading import Again, ReadEnough, Reading
 from kvsketch.hf.system_message import pin_system_message
 from kvsketch.hf.weighing import weighed
+from kvsketch.hf.wrapped import learns_prompts, transformers_model
 from kvsketch.methods.registry import class_of
 
 # Queries of all parts together that are kept to measure errors on.
@@ -98,7 +100,13 @@ def prefill(
         >>> model.generate(ids, past_key_values=cache)                          # doctest: +SKIP
     """
     _check(model, input_ids, cache, chunk_size)
+    whole = transformers_model(model)
     _check_text(model, input_ids)
+    if learns_prompts(model):
+        raise UnsupportedError(
+            "prefill reads a text without the tokens that PEFT's prompt or prefix tuning puts "
+            "before it: read it with model.generate(input_ids, past_key_values=cache)"
+        )
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if not isinstance(mask, Tensor):
         raise InputError(f"attention_mask must be a tensor, got {type(mask).__name__}")
@@ -130,6 +138,7 @@ def prefill(
     if pin_system and tokenizer is not None:
         pin_system_message(cache, tokenizer, input_ids, mask)
     forward, inner = cache._forward, model.base_model
+    cache.origin = Origin(whole)
     _forget_images(model)
     if all(layer.settings.lossless for layer in forward.sketches):
         parts = []  # nothing will be compressed, so no queries are needed

@@ -29,6 +29,7 @@ from kvsketch.hf.other_layers import (
     restore_linear,
 )
 from kvsketch.hf.size import predicted_size
+from kvsketch.hf.wrapped import transformers_model
 from kvsketch.methods.registry import ALL_METHODS
 from kvsketch.page.kind import Kind
 from kvsketch.state import FLOATS, Reader, State, name_of, numbered
@@ -49,6 +50,7 @@ class Kept(Protocol):
     max_positions: int | None
     _forward: Forward
     _marks: dict[str, Any]
+    origin: identity.Origin
     _tokenizer: str | None
 
     def summary(self) -> dict[str, Any]: ...
@@ -80,8 +82,7 @@ def load(
     make: Callable[..., _Cache], path: str | Path, model: PreTrainedModel, tokenizer: Any
 ) -> _Cache:
     """See ``SketchCache.load``."""
-    if not isinstance(model, PreTrainedModel):
-        raise InputError(f"model must be a transformers model, got {type(model).__name__}")
+    model = transformers_model(model)
     header, state = read(path_of(path, "path"), KIND)
     try:
         told, about = header.get("model"), header.get("about")
@@ -92,8 +93,9 @@ def load(
         raise type(error)(f"{str(path)!r}: {error}") from error
     cache.about = about if isinstance(about, dict) else {}
     cache._tokenizer = header.get("tokenizer")
+    cache.origin = identity.Origin(model)
     assert isinstance(told, dict)
-    cache._marks = {name: told.get(name) for name in ("layers", "dtype")}
+    cache._marks = {name: told.get(name) for name in ("layers", "weights", "dtype")}
     return cache
 
 
@@ -287,6 +289,8 @@ def told_model(cache: Kept) -> dict[str, Any]:
         own = [module for module in modules if module is not None]
         told["layers"] = [identity.module_mark(module) for module in own]
         told["dtype"] = identity.dtype_of(own[0])
+    if (model := cache.origin()) is not None:
+        told["weights"] = identity.model_mark(model)
     return told
 
 

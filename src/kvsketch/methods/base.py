@@ -347,7 +347,12 @@ class Compressor(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the model's weight, which the layer passes again."""
-        return {**self.__dict__, "output": None}
+        state = random_numbers.generator_bytes(self.generator)
+        return {**self.__dict__, "output": None, "generator": state}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.generator = random_numbers.generator_of(state["generator"])
 
     def __deepcopy__(self, memo: dict[int, object]) -> Compressor:
         """Copies continue the random stream from the same state (torch.Generator itself cannot be

@@ -54,7 +54,7 @@ class Lowest:
         some = at.gather(2, index)
         self._few = {name: self._some_packed(some, name) for name in parts[0].packed}
         fields = {name: self._chosen(some, _field(name)) for name in parts[0].fields}
-        found = Part.over(fields, self._few, (len(some), some.shape[1], most)).slots
+        found = Part.over(fields, self._few, (len(some), some.shape[1], most)).read(torch.float32)
         self.slots = found if bool(real.all()) else found.only(real)
 
     def _row_starts(self, lengths: Sequence[int]) -> Tensor:

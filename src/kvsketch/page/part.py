@@ -245,8 +245,10 @@ class Part:
         if dtype is not None:
             fields |= {name: fields[name].to(dtype) for name in ("keys", "values")}
         if "log_mass" in fields:
-            fields["mass"] = mass = fields.pop("log_mass").exp()
-            values = fields["values"]
+            mass, values = fields.pop("log_mass").exp(), fields["values"]
+            if dtype is not None:
+                mass = mass.to(compute_dtype(dtype))
+            fields["mass"] = mass
             fields["values"] = values.to(compute_dtype(values.dtype)) * mass.unsqueeze(-1)
         return Slots(**fields)
 

@@ -67,9 +67,17 @@ def load_model(model: str, device: str, dtype: str) -> Any:
 
     check_device(device)
     logging.disable_progress_bar()  # the dtype of the weights: commands have their own default
-    placed = {"device_map": device} if device in DEVICE_MAPS else {}
-    loaded = _loaded(AutoModelForCausalLM, model, dtype=getattr(torch, dtype), **placed)
-    return (loaded if placed else loaded.to(device)).eval()
+    mapped = device in DEVICE_MAPS
+    placed: dict[str, Any] = {"device_map": device} if mapped else {}
+    placed |= {"dtype": getattr(torch, dtype), "output_loading_info": True}
+    loaded, found = _loaded(AutoModelForCausalLM, model, **placed)
+    if missing := sorted(found["missing_keys"]):
+        raise InputError(
+            f"--model {model!r} has no weights for {', '.join(missing[:3])}"
+            f"{f' and {len(missing) - 3} others' if len(missing) > 3 else ''}: it is incomplete, "
+            "or its configuration is of another model"
+        )
+    return (loaded if mapped else loaded.to(device)).eval()
 
 
 def check_device(device: str) -> None:
@@ -113,9 +121,11 @@ def fingerprint(model: str) -> str:
 
 
 def _loaded(cls: Any, model: str, **options: Any) -> Any:
+    from safetensors import SafetensorError
+
     try:
         return cls.from_pretrained(model, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = hub.reason_of(error)
         if Path(model).is_dir():
             raise InputError(f"--model {model!r} cannot be loaded: {reason}") from error

@@ -305,6 +305,13 @@ class Sketch(ABC):
             }
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "generator": random_numbers.generator_bytes(self.generator)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.generator = random_numbers.generator_of(state["generator"])
+
     def __deepcopy__(self, memo: dict[int, object]) -> Sketch:
         """Copies continue the random stream from the same state."""
         twin = self.__class__.__new__(self.__class__)
