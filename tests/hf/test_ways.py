@@ -1502,7 +1502,7 @@ def test_a_configuration_that_lies_about_its_heads(llama: Any) -> None:
     lying = copy.deepcopy(llama.config)
     lying.num_key_value_heads = 4
     cache = SketchCache(lying, "snapkv", allocation=[[0.5, 0.5, 1.5, 1.5]] * 2, **SMALL)
-    with pytest.raises(InputError, match="4 KV heads, this process holds 2"):
+    with pytest.raises(InputError, match="of 4 KV heads, and these keys have 2"):
         forward(llama, ids_of(1, 40), cache)
     assert cache.get_seq_length() == 0
 

@@ -93,9 +93,11 @@ def load(
         raise type(error)(f"{str(path)!r}: {error}") from error
     cache.about = about if isinstance(about, dict) else {}
     cache._tokenizer = header.get("tokenizer")
-    cache.origin = identity.Origin(model)
     assert isinstance(told, dict)
-    cache._marks = {name: told.get(name) for name in ("layers", "weights", "dtype")}
+    known = {name: told.get(name) for name in ("layers", "weights", "dtype")}
+    cache._marks = {name: mark for name, mark in known.items() if mark is not None}
+    if "weights" in cache._marks:
+        cache.origin = identity.Origin(model)
     return cache
 
 
@@ -289,8 +291,10 @@ def told_model(cache: Kept) -> dict[str, Any]:
         own = [module for module in modules if module is not None]
         told["layers"] = [identity.module_mark(module) for module in own]
         told["dtype"] = identity.dtype_of(own[0])
-    if (model := cache.origin()) is not None:
-        told["weights"] = identity.model_mark(model)
+    model = cache.origin()
+    whole = None if model is None else identity.model_mark(model)
+    if whole is not None:
+        told["weights"] = whole
     return told
 
 
