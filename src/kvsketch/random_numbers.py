@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,17 +39,19 @@ def drawn(generator: torch.Generator) -> int:
     return int(torch.randint(-(1 << 63), (1 << 63) - 1, (), generator=generator))
 
 
-def generator_bytes(generator: torch.Generator) -> bytes:
-    """The state of a generator. torch hands a generator to a new process as a tensor that is gone
-    before the process begins."""
-    return bytes(generator.get_state().numpy().tobytes())
+class Seeded:
+    """An object with a ``generator``, which is pickled as bytes: torch hands it to a new process as
+    a tensor that is gone before the process begins."""
 
+    generator: torch.Generator
 
-def generator_of(state: bytes) -> torch.Generator:
-    """The generator of ``generator_bytes``."""
-    found = torch.Generator()
-    found.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    return found
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "generator": self.generator.get_state().numpy().tobytes()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.generator = torch.Generator()
+        self.generator.set_state(torch.frombuffer(bytearray(state["generator"]), dtype=torch.uint8))
 
 
 def generator_state(generator: torch.Generator, seed: int) -> State | None:

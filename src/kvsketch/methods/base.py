@@ -23,7 +23,7 @@ from kvsketch.slots import Slots
 from kvsketch.state import Reader, State
 
 
-class Compressor(ABC):
+class Compressor(random_numbers.Seeded, ABC):
     """Base class of all compressors. A new method overrides ``reduce`` (and ``observe``, if it uses
     queries) and is registered in ``methods/__init__.py``.
 
@@ -347,12 +347,7 @@ class Compressor(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the model's weight, which the layer passes again."""
-        state = random_numbers.generator_bytes(self.generator)
-        return {**self.__dict__, "output": None, "generator": state}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.generator = random_numbers.generator_of(state["generator"])
+        return {**super().__getstate__(), "output": None}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Compressor:
         """Copies continue the random stream from the same state (torch.Generator itself cannot be

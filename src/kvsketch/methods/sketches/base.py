@@ -24,7 +24,7 @@ from kvsketch.writing import path_of
 S = TypeVar("S", bound="Sketch")
 
 
-class Sketch(ABC):
+class Sketch(random_numbers.Seeded, ABC):
     """Base class of the streaming sketches: one object holds every batch row and KV head.
 
     Its operations are: ``extend`` with tokens, read ``slots`` (for ``kvsketch.attend``), ``merge``
@@ -106,11 +106,11 @@ class Sketch(ABC):
         """
         return None
 
-    def widen(self, like: Sketch) -> None:  # noqa: B027 - a size may be for good
+    def widen(self, like: Sketch) -> None:
         """Take over the size of a sketch that ``for_budget`` made for more slots, with the same
         options. Dropped tokens are not restored. A sketch of fixed size is not changed."""
 
-    def _check(self) -> None:  # noqa: B027 - the trial that follows may be enough
+    def _check(self) -> None:
         """Raise InputError if a state that was read would cause an endless loop."""
 
     @abstractmethod
@@ -304,13 +304,6 @@ class Sketch(ABC):
                 if f"{prefix}.{name}" in self.state
             }
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "generator": random_numbers.generator_bytes(self.generator)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.generator = random_numbers.generator_of(state["generator"])
 
     def __deepcopy__(self, memo: dict[int, object]) -> Sketch:
         """Copies continue the random stream from the same state."""
