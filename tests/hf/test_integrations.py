@@ -83,7 +83,8 @@ def test_a_file_is_of_the_active_adapter(peft: Any, tmp_path: Path, targets: lis
         model.generate(input_ids=ids_of(40), max_new_tokens=2)
     caches[0].save(path)
     cache = SketchCache(model.config, "snapkv", budget=20, **WINDOW)
-    build("llama").generate(ids_of(40), past_key_values=cache, max_new_tokens=2)
+    base = build("llama")
+    base.generate(ids_of(40), past_key_values=cache, max_new_tokens=2)
     cache.save(plain)
 
     def refused(path: Path) -> None:
