@@ -57,7 +57,7 @@ def test_prefix_tuning_is_refused_before_the_first_token(peft: Any) -> None:
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
     model = peft.get_peft_model(build("llama"), config).eval()
     cache = SketchCache(model.config, "snapkv", budget=20, **WINDOW)
-    with pytest.raises(UnsupportedError, match="prefix tuning replaces the given cache"):
+    with pytest.raises(UnsupportedError, match="prefix tuning, which replaces the given cache"):
         model.generate(input_ids=ids_of(40), past_key_values=cache, max_new_tokens=4)
     assert cache.get_seq_length() == 0
 

@@ -159,4 +159,4 @@ def test_a_schedule_per_head_is_refused(results):
     one, ranks = results
     assert one["schedule"] == "worked"
     for found in ranks:
-        assert "4 KV heads, this process holds 2" in found["schedule"]
+        assert "of 4 KV heads, and these keys have 2" in found["schedule"]

@@ -627,15 +627,6 @@ class SketchCache(Cache):  # type: ignore[misc]
         too short for its rotary frequencies."""
         return bool(self.get_seq_length() > 0)
 
-    @property
-    def max_cache_len(self) -> int:
-        """Not available. PEFT's prefix tuning reads it before it replaces this cache by its own."""
-        raise _NoFixedLengthError(
-            "this SketchCache has no max_cache_len. With PEFT: prefix tuning replaces the given "
-            "cache by one that holds its prefix, which cannot be compressed; use LoRA or prompt "
-            "tuning"
-        )
-
     def _sketches(self) -> list[SketchLayer]:
         return self._forward.sketches
 
@@ -650,7 +641,3 @@ class SketchCache(Cache):  # type: ignore[misc]
 
 def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in given.items() if k not in ("self", "config", "former", "__class__")}
-
-
-class _NoFixedLengthError(UnsupportedError, AttributeError):
-    """A missing attribute, with the reason."""

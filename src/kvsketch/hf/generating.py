@@ -10,6 +10,7 @@ from transformers import GenerationMixin
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.hf.identity import Origin
 from kvsketch.hf.passing import given
+from kvsketch.hf.wrapped import replaces_caches
 
 
 def install(kind: type[Any]) -> None:
@@ -36,6 +37,11 @@ def install(kind: type[Any]) -> None:
                 raise UnsupportedError(
                     f"a {kind.__name__} in training mode with gradient checkpointing, where the "
                     "model drops every cache: call model.eval()"
+                )
+            if replaces_caches(self):
+                raise UnsupportedError(
+                    f"a {kind.__name__} with PEFT's prefix tuning, which replaces the given cache "
+                    "by one that holds its prefix: use LoRA or prompt tuning"
                 )
             cache.origin = Origin(self)
         return original(self, config, arguments, *args, **kwargs)

@@ -32,6 +32,14 @@ def learns_prompts(model: Any) -> bool:
     )
 
 
+def replaces_caches(model: PreTrainedModel) -> bool:
+    """Whether the ``generate`` that runs is that of PEFT, which gives its model a cache of its own
+    with a learned prefix."""
+    peft = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    told = getattr(peft, "active_peft_config", None)
+    return getattr(told, "peft_type", None) in ("PREFIX_TUNING", "CARTRIDGE")
+
+
 def weights_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The weights that a module computes with, sorted by name: its parameters and the buffers that
     are stored with it. A module that accelerate has moved away lends those that it keeps, and one
