@@ -57,7 +57,8 @@ def weights_of(module: nn.Module) -> list[tuple[str, Tensor]]:
             found[f"{prefix}.{name}" if prefix else name] = tensor
     for name in _unused_adapters(module):
         found = {n: t for n, t in found.items() if n != name and not n.startswith(f"{name}.")}
-    return sorted((name.replace("base_layer.", ""), tensor) for name, tensor in found.items())
+    named = {name.replace("base_layer.", ""): tensor for name, tensor in found.items()}
+    return [(name, named[name]) for name in sorted(named)]
 
 
 def _unused_adapters(module: nn.Module) -> list[str]:
