@@ -770,6 +770,7 @@ def test_a_graph_leaves_out_only_what_says_nothing() -> None:
 
 @pytest.mark.slow
 def test_generate_with_a_model_compiled_by_inductor(expected: torch.Tensor) -> None:
+    torch._dynamo.reset()  # in transformers 5.24 all models begin with the same frame
     model = build("llama")
     model.forward = torch.compile(model.forward, fullgraph=True)
     cache = SketchCache(model.config, "snapkv", **SMALL)
