@@ -26,10 +26,8 @@ def transformers_model(model: Any) -> PreTrainedModel:
 
 def learns_prompts(model: Any) -> bool:
     """Whether PEFT puts learned tokens before a text (prompt and prefix tuning)."""
-    told = getattr(getattr(model, "_orig_mod", model), "peft_config", None)
-    return isinstance(told, dict) and any(
-        getattr(one, "is_prompt_learning", False) for one in told.values()
-    )
+    told = getattr(getattr(model, "_orig_mod", model), "active_peft_config", None)
+    return bool(getattr(told, "is_prompt_learning", False))
 
 
 def replaces_caches(model: PreTrainedModel) -> bool:

@@ -127,6 +127,7 @@ def _loaded(cls: Any, model: str, **options: Any) -> Any:
         return cls.from_pretrained(model, **options)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = hub.reason_of(error)
-        if Path(model).is_dir():
+        # What is damaged or too large for the memory is here, also if it came from the Hub.
+        if Path(model).is_dir() or isinstance(error, RuntimeError | SafetensorError):
             raise InputError(f"--model {model!r} cannot be loaded: {reason}") from error
         raise hub.not_fetched(model, reason) from error
