@@ -26,7 +26,7 @@ NEEDS := dev
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml $(CONSTRAINTS) $(NATIVE)/attention.cpp $(NATIVE)/pairs.h $(NATIVE)/groups.h $(NATIVE)/shares.h $(NATIVE)/build.py
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS) $(NATIVE)/attention.cpp $(wildcard $(NATIVE)/*.h) $(NATIVE)/build.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip $(PIP) -c $(CONSTRAINTS) torch
 	$(BIN)/python -m pip $(PIP) -c $(CONSTRAINTS) -e '.[$(NEEDS)]'

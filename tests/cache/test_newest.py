@@ -171,13 +171,13 @@ def test_selection_by_score_is_the_same(
 ) -> None:
     """H2O drops the lowest scores: these are among the lowest and the newest."""
     calls = []
-    real = compress.Lowest
+    real = compress.lowest_of
 
     def lowest(*args: Any) -> Any:
         calls.append(0)
         return real(*args)
 
-    monkeypatch.setattr(compress, "Lowest", lowest)
+    monkeypatch.setattr(compress, "lowest_of", lowest)
     cache = cache_of(llama, "h2o", bits=bits, budget=budget)
     found = decoded(llama, cache, 60, padded)
     assert len(calls) > 4

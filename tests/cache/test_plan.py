@@ -73,6 +73,34 @@ def test_a_prefill_does_not_hold_all_layers(layers, tokens, allocation):
     assert summary["peak_kv_bytes"] <= 0.55 * summary["exact_kv_bytes"]
 
 
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_deep_model_compresses_each_layer_a_few_times(bits, monkeypatch):
+    """Every layer changes the bounds of all layers before it, by little."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    calls, compress = [], Stream._compress
+
+    def counted(stream, *args, **kwargs):
+        calls.append(stream)
+        return compress(stream, *args, **kwargs)
+
+    monkeypatch.setattr(Stream, "_compress", counted)
+    cache = SketchCache(config, budget=0.25, bits=bits)
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_config(config).eval()
+        model(torch.arange(800).remainder(97).unsqueeze(0), past_key_values=cache)
+    assert cache.summary()["slots"] < 800
+    assert len(calls) <= 32 * {16: 4, 4: 2}[bits]
+
+
 def waiting(method: str, tokens: int) -> Stream:
     """A layer that has read a prompt and has no budget yet."""
     generator = torch.Generator().manual_seed(2)

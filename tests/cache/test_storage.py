@@ -335,8 +335,8 @@ def test_no_head_loses_what_it_holds_while_the_others_are_measured(
     config = LlamaConfig(**{**llama.config.to_dict(), "num_hidden_layers": 6})
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
-    for layer in model.model.layers:  # so that heads differ
-        layer.self_attn.k_proj.weight.data[:32] *= 6
+    for number, layer in enumerate(model.model.layers):  # so that heads and layers differ
+        layer.self_attn.k_proj.weight.data[:32] *= 2 + 2 * number
     spent: list[Any] = []
     cache = with_buffer(SketchCache(config, budget=budget, bits=bits, allocation=by), 2)
     for layer in cache.layers:

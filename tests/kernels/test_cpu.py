@@ -405,6 +405,8 @@ import test_pairs
 test_pairs.fuzz(30)
 import test_shares
 test_shares.fuzz(40)
+import test_exchange
+test_exchange.fuzz(60)
 print("sane")
 """
     folder = os.path.dirname(__file__)

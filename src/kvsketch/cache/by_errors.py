@@ -10,13 +10,10 @@ from torch import Tensor
 from kvsketch.budget import Budget
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.curves import Curves, of_layers
-from kvsketch.cache.goal import Goal
+from kvsketch.cache.goal import WORTH, Goal
 from kvsketch.cache.shard import Shard
 from kvsketch.cache.solvers import LayerBudgets, Prompt, Solver
 from kvsketch.cache.storage import choose, priced
-
-# A bound on a head is worth a compression if it removes this fraction of the head's slots.
-_WORTH = 0.9
 
 
 class ByCurves(Solver):
@@ -140,7 +137,7 @@ class ByErrors(Solver):
             bound = found.price(n, bits).buys(paid).ceil().long()
             slots = (bound.clamp(min=window) + extra).clamp(max=tokens)
             # Head by head, so that a row of the batch does not affect another.
-            slots = torch.where(slots > _WORTH * held, held, slots)
+            slots = torch.where(slots > WORTH * held, held, slots)
             rows = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]
             given.append(LayerBudgets(n, HeadBudgets(rows, True), bits, provisional=True))
         return given

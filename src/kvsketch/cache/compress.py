@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvsketch.kernels.exchange import lowest as lowest_of
 from kvsketch.methods.base import Compressor, check_input
 from kvsketch.observed import Observed
-from kvsketch.page.exchange import Lowest
 from kvsketch.page.page import Page
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import FULL, Bits
@@ -149,7 +149,7 @@ def compress_newest(method: Compressor, newest: Sequence[Newest]) -> Sequence[Pa
     lowest, fewer = (torch.cat([getattr(x, n) for x in newest]) for n in ("lowest", "fewer"))
     exact = {name: _rows(pages, name) for name in pages[0].exact.fields}
     device = exact["keys"].device
-    old = Lowest(middles, lowest.to(device))
+    old = lowest_of(middles, lowest.to(device))
     batch, heads, tokens_each, _ = exact["keys"].shape
     tokens = Part.over(exact, {}, (batch, heads, tokens_each)).read(torch.float32)
     together = tokens.narrow(sink, left)

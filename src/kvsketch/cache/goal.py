@@ -15,6 +15,10 @@ from kvsketch.cache.storage import Price
 # Target for the peak of a prefill, as a fraction of the exact cache, or this much above the
 # smallest possible peak: one layer exact, the others compressed.
 _PEAK, _SLACK = 0.5, 0.07
+#: An upper bound until the last layer is known is worth a compression if it leaves at most this
+#: part of the slots. Each layer changes those of all before it: a model of many layers would
+#: compress hundreds of times.
+WORTH = 0.95
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,10 @@ class Goal:
         """
         final = self.fraction(tokens)
         peak = max(_PEAK, final + (1 - final) / layers + _SLACK)
-        allowed = (peak * layers - 1) / measured
-        if allowed >= 1:
+        if peak * layers - 1 >= measured:
             return None
-        # Towards the final size of these layers, so that few compressions are enough.
-        return (allowed + max(final, (peak * layers - 1) / (layers - 1))) / 2
+        # That of all layers but the last at once, so that each is compressed once.
+        return max(final, (peak * layers - 1) / (layers - 1))
 
     def spent(
         self, curves: Curves, tokens: int, prices: Sequence[Price], held: Tensor | None = None

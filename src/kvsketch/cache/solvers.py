@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsketch.budget import SAFEGUARD, Budget, Schedule, scheduled
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.curves import Curves
-from kvsketch.cache.goal import Goal
+from kvsketch.cache.goal import WORTH, Goal
 from kvsketch.cache.measure import Measurements
 from kvsketch.cache.needs import by_need, by_variance, competing
 from kvsketch.cache.retrieval_heads import RetrievalHeads
@@ -260,8 +260,12 @@ class ByScores(Solver):
         sink, recent = stream.pace.window(bits, tokens)
         for n, rows in zip(numbers, told, strict=True):
             slots = torch.stack([row.cpu() for row in rows])
-            budgets = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]
-            given.append(LayerBudgets(n, HeadBudgets(budgets, True), bits, provisional=True))
+            held = prompt.streams[n].held
+            idle = slots.sum(-1, keepdim=True) > WORTH * held.sum(-1, keepdim=True)  # row by row
+            most = torch.where(idle, held, slots).tolist()
+            own = HeadBudgets([[Budget(1.0, x / tokens) for x in row] for row in most], True)
+            if not bool(idle.all()) or (bits != FULL and not prompt.streams[n].compressed):
+                given.append(LayerBudgets(n, own, bits, provisional=True))
             # What a head cannot keep any more, besides sinks and recent window, is no need of it.
             between = competing(self._scores[n], sink, recent)
             ranks = between.argsort(-1, descending=True).argsort(-1)

@@ -60,7 +60,7 @@ def attend(
     each = queries.shape[1] // parts[0].heads * queries.shape[2]
     if library is None or each > MOST_QUERIES or not takes(queries):
         return None
-    described = _places(parts, rows)
+    described = addresses(parts, rows)
     if described is None:
         return None
     places, value_dim, kept = described
@@ -95,7 +95,7 @@ class Prepared:
         self._library, self._last, self._like = native.library(), parts[-1], asked.sinks
         self._dtype = asked.queries.dtype
         self._usable = takes(asked.queries) and asked.slopes is None
-        found = _places(parts, None) if self._usable else None
+        found = addresses(parts) if self._usable else None
         self._usable = found is not None
         if found is None:
             return
@@ -135,7 +135,7 @@ def receive(asked: Observed, parts: Sequence[Part], weights: Tensor) -> bool:
     library, queries = native.library(), asked.queries
     if library is None or not takes(queries):
         return False
-    described = _places(parts, None)
+    described = addresses(parts)
     if described is None or any("score" not in part.fields for part in parts):
         return False
     queries, weights = queries.contiguous(), weights.float().contiguous()
@@ -186,7 +186,9 @@ def _of_heads(numbers: Tensor | None, asked: Observed, newest: int) -> Tensor | 
     return numbers if newest > 1 else numbers.repeat_interleave(asked.queries.shape[2])
 
 
-def _places(parts: Sequence[Part], rows: Rows | None) -> tuple[Numbers, int, list[Numbers]] | None:
+def addresses(
+    parts: Sequence[Part], rows: Rows | None = None
+) -> tuple[Numbers, int, list[Numbers]] | None:
     """The addresses of the parts' numbers, the channels of a value, and the numbers, which must
     stay in memory as long as the addresses are used. None: the kernel cannot read the parts."""
     places, kept = [], []

@@ -17,9 +17,9 @@ from kvsketch.page.quantized import Quantized, coded, distance
 from kvsketch.page.ragged import Blocks
 from kvsketch.slots import Slots
 
-# New slots may be so many times as far from the centre as the unit says. A few are often twice as
-# far as all slots on average, and ``quantize`` would not enlarge the unit because of them.
-_FAR = 4.0
+#: New slots may be so many times as far from the centre as the unit says. A few are often twice as
+#: far as all slots on average, and ``quantize`` would not enlarge the unit because of them.
+FAR = 4.0
 
 _Of = Callable[[Part], Tensor]
 
@@ -105,7 +105,7 @@ class Lowest:
         few, fields = {}, fields_of(new)
         for name, before in self._few.items():
             x, unit, offset = fields.pop(name).float(), before.unit, before.offset
-            fits &= ~(distance(x, offset, own, offset is not None) > _FAR * unit).flatten(1).any(1)
+            fits &= ~(distance(x, offset, own, offset is not None) > FAR * unit).flatten(1).any(1)
             few[name] = coded(x, before.bits, offset, unit, own)
         found: list[Part | None] = []
         stop = 0

@@ -33,8 +33,8 @@ ALLOWED_BITS = (16, 8, 4)
 GROUP = 64
 # Centres and units from fewer slots than this are computed again once there are twice as many.
 _ENOUGH = 64
-# A slot may be so many times as far from the centre as the mean, for a scale in float16.
-_FARTHEST = 2.0**14
+#: A slot may be so many times as far from the centre as the mean, for a scale in float16.
+FARTHEST = 2.0**14
 # The approximate largest number of slots from which centres and units are computed.
 _SAMPLE = 1024
 
@@ -328,4 +328,4 @@ def distance(x: Tensor, offset: Tensor | None, live: Tensor | None, per_channel:
     mean, most = distance.sum(2, keepdim=True) / count, distance.amax(2, keepdim=True)
     if not per_channel:
         mean, most = mean.mean(-1, keepdim=True), most.amax(-1, keepdim=True)
-    return torch.maximum(mean, most / _FARTHEST)
+    return torch.maximum(mean, most / FARTHEST)

@@ -64,6 +64,7 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
     library.kvsketch_receive.argtypes = [pointer, pointer, pointer, real, real]
     library.kvsketch_group.argtypes = [pointer, ctypes.c_int64]
     library.kvsketch_share.argtypes = [pointer, ctypes.c_int64]
+    library.kvsketch_exchange.argtypes = [pointer, ctypes.c_int64]
     level = library.kvsketch_limit(LEVELS.index(wanted) if wanted else len(LEVELS))
     if build.ON_X86 and level == 0 and wanted != "plain":
         return None, "this processor has no AVX2, without which torch's kernels are faster"

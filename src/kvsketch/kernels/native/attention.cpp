@@ -1086,6 +1086,7 @@ extern "C" int KV_JOIN(kvsketch_run_, KV_ISA)(const Call* call, const void* quer
 #include "pairs.h"
 #include "groups.h"
 #include "shares.h"
+#include "exchange.h"
 #endif  // KV_ISA
 
 #ifdef KV_DISPATCH
@@ -1094,11 +1095,14 @@ extern "C" int KV_JOIN(kvsketch_run_, KV_ISA)(const Call* call, const void* quer
                                     Parallel);                                         \
   extern "C" void kvsketch_group_##isa(void*, int64_t, Parallel);                               \
   extern "C" void kvsketch_share_##isa(void*, int64_t, Parallel);                              \
-  static const Copy of_##isa = {kvsketch_run_##isa, kvsketch_group_##isa, kvsketch_share_##isa};
+  extern "C" void kvsketch_exchange_##isa(void*, int64_t, Parallel);                           \
+  static const Copy of_##isa = {kvsketch_run_##isa, kvsketch_group_##isa, kvsketch_share_##isa, \
+                                kvsketch_exchange_##isa};
 struct Copy {  // for one set of vector instructions
   Run run;
   void (*group)(void*, int64_t, Parallel);
   void (*share)(void*, int64_t, Parallel);
+  void (*exchange)(void*, int64_t, Parallel);
 };
 #if defined(__x86_64__) && !defined(KV_NO_AMX)
 KV_RUN(amx)
@@ -1179,6 +1183,10 @@ KV_EXPORT void kvsketch_group(void* grouping, int64_t threads) {
 // See ``Shares`` in shares.h.
 KV_EXPORT void kvsketch_share(void* shares, int64_t threads) {
   chosen->share(shares, threads, parallel);
+}
+// See ``Exchange`` in exchange.h.
+KV_EXPORT void kvsketch_exchange(void* exchange, int64_t threads) {
+  chosen->exchange(exchange, threads, parallel);
 }
 KV_EXPORT const char* kvsketch_mark() { return KV_MARK; }
 KV_EXPORT int64_t kvsketch_layout() { return (int64_t)sizeof(Part) << 32 | (int64_t)sizeof(Call); }

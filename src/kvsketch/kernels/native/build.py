@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "attention.cpp"
-INCLUDED = (HERE / "pairs.h", HERE / "groups.h", HERE / "shares.h")
+INCLUDED = tuple(HERE / f"{name}.h" for name in ("pairs", "groups", "shares", "exchange"))
 LIBRARY = HERE / "attention.so"
 # No flag lets a sum of infinities or NaN go wrong: only the order of sums and a * b + c are free.
 FLAGS = [
