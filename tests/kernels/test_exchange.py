@@ -63,7 +63,8 @@ def made(s):
         positions = drawn().abs() if s["positions"] else None
         masses = drawn().exp() if mass else None
         values = drawn(value_dim) * (1 if masses is None else masses.unsqueeze(-1))
-        return Slots(drawn(key_dim), values, masses, positions, drawn().abs())
+        keys = drawn(key_dim) * torch.linspace(0.2, 3, key_dim)  # channels have different units
+        return Slots(keys, values, masses, positions, drawn().abs())
 
     parts = []
     for _ in range(s["parts"]):

@@ -12,8 +12,9 @@ from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.curves import Curves, of_layers
 from kvsketch.cache.goal import WORTH, Goal
 from kvsketch.cache.shard import Shard
-from kvsketch.cache.solvers import LayerBudgets, Prompt, Solver
-from kvsketch.cache.storage import choose, priced
+from kvsketch.cache.solvers import LayerBudgets, Prompt, Solver, price_of
+from kvsketch.cache.storage import Price, best_at, choose, priced
+from kvsketch.page.quantized import Bits
 
 
 class ByCurves(Solver):
@@ -28,6 +29,18 @@ class ByCurves(Solver):
 
     def check(self, layers: int, heads: int, model: str | None) -> None:
         self.curves.check_model(layers, heads, model)
+
+    def _stored(self, prompt: Prompt, numbers: Sequence[int]) -> tuple[Bits, Price]:
+        """Bits that are to be chosen are those with the smallest error on this prompt if every head
+        pays the average."""
+        found = prompt.measured
+        if len(found.choices) == 1:
+            return found.choices[0], price_of(prompt.stream, found.choices[0], prompt.itemsize)
+        options = found.options(numbers, prompt.shard)
+        bits = found.choices[best_at(options, self.goal.fraction(prompt.stream.seen))]
+        price = found.price(prompt.number, bits)
+        found.forget(numbers)
+        return bits, price
 
     def solve(self, prompt: Prompt) -> list[LayerBudgets]:
         number, tokens = prompt.number, prompt.stream.seen

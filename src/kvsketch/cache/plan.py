@@ -32,8 +32,7 @@ class Plan:
     ``hand_down`` when the attention of a layer is computed.
 
     A budget is the bytes of that many tokens in the model's own dtype: in 8 or 4 bits it buys more
-    slots. With several choices of bits, a layer's are those with the smallest error, measured on
-    this prompt, unless the solver compares scores (``ByScores``).
+    slots. With several choices of bits, the solver chooses a layer's.
 
     Args:
         solver: how the budget is divided.
@@ -261,7 +260,7 @@ class Plan:
             choices = self._measured.choices if self._long(stream) else [stream.pace.bits]
             bits, price = fitting(self.budget, choices, stream, self.itemsize)
             return [LayerBudgets(number, HeadBudgets([[self.budget] * heads], price=price), bits)]
-        if self.solver.measures or (self.chooses and not self.solver.compares):
+        if self.solver.measures or (self.chooses and self.solver.curves is not None):
             own = None if self.solver.alone else shard
             self._measured.take(number, stream, own, self.itemsize)
         size = self._layers, self._heads

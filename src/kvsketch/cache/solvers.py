@@ -18,7 +18,7 @@ from kvsketch.cache.measure import Measurements
 from kvsketch.cache.needs import by_need, by_variance, competing
 from kvsketch.cache.retrieval_heads import RetrievalHeads
 from kvsketch.cache.shard import Shard
-from kvsketch.cache.storage import PLAIN, Price, best_at
+from kvsketch.cache.storage import PLAIN, Price
 from kvsketch.cache.stream import Stream
 from kvsketch.errors import UnsupportedError
 from kvsketch.page.quantized import FULL, Bits
@@ -124,16 +124,11 @@ class Solver(ABC):
         return
 
     def _stored(self, prompt: Prompt, numbers: Sequence[int]) -> tuple[Bits, Price]:
-        """The bits of some layers and the price of their slots. Bits that are to be chosen are
-        those with the smallest error if every head pays the average."""
-        found = prompt.measured
-        if len(found.choices) == 1:
-            return found.choices[0], price_of(prompt.stream, found.choices[0], prompt.itemsize)
-        options = found.options(numbers, prompt.shard)
-        bits = found.choices[best_at(options, self.goal.fraction(prompt.stream.seen))]
-        price = found.price(prompt.number, bits)
-        found.forget(numbers)
-        return bits, price
+        """The bits of some layers and the price of their slots. Bits that are to be chosen are the
+        most in which every token fits the budget, or the fewest if none does: what is merged or
+        dropped harms later queries more than rounding does."""
+        assert self.goal.budget is not None
+        return fitting(self.goal.budget, prompt.measured.choices, prompt.stream, prompt.itemsize)
 
 
 class Shares(Solver):
@@ -176,11 +171,7 @@ class Heads(Solver):
 
 class ByScores(Solver):
     """By the method's scores, compared among the heads of a layer (AdaKV, "layer") or of the model
-    (KVzip, "global"); or more in the layers whose scores vary less (D2O, "variance").
-
-    Bits that are to be chosen are the most in which every token fits the budget, or the fewest if
-    none does: what is merged or dropped harms later queries more than rounding does.
-    """
+    (KVzip, "global"); or more in the layers whose scores vary less (D2O, "variance")."""
 
     compares = True
 
@@ -220,9 +211,6 @@ class ByScores(Solver):
             own = [[Budget(self.budget.value, x) for x in row] for row in shares]
             given.append(LayerBudgets(n, HeadBudgets(own, True, price=price), bits))
         return given
-
-    def _stored(self, prompt: Prompt, numbers: Sequence[int]) -> tuple[Bits, Price]:
-        return fitting(self.budget, prompt.measured.choices, prompt.stream, prompt.itemsize)
 
     def _slots(
         self, scores: Sequence[Tensor], prompt: Prompt, bits: Bits, price: Price, average: int

@@ -88,10 +88,10 @@ class SketchCache(Cache):  # type: ignore[misc]
         bits: 16: slots are stored in the model's dtype, whichever it is. 8 or 4: slots between
             sinks and recent window are stored in this many bits (keys per channel, values per
             token), as many of them as the bytes of ``budget`` hold; ``budget=1.0`` then only
-            quantises. "measured" (heavy_merge's default): chooses, for each layer, the bits of keys
-            and of values and the number of slots with the smallest error on the first prompt (its
-            first piece, if it streams), within the same bytes; if budgets follow from scores, the
-            most bits in which all tokens fit, or else the fewest. ``summary`` reports the choice. A
+            quantises. "measured" (heavy_merge's default): the most bits in which all tokens of the
+            first prompt (of its first piece, if it streams) fit the bytes, or else the fewest; if
+            budgets follow from measured errors, for each layer the bits of keys and of values and
+            the number of slots with the smallest error on it. ``summary`` reports the choice. A
             budget that is a number of tokens leaves prompts that fit it unchanged. Not with a
             streaming sketch.
         tolerance: every KV head keeps the fewest slots (a fraction of the tokens) whose measured
