@@ -34,11 +34,13 @@ class Turn:
         cos, sin = (f(angle).to(torch.promote_types(keys.dtype, torch.float32)) for f in _BOTH)
         a, b, rest = self._parts(keys)
         a, b = a.to(cos.dtype), b.to(cos.dtype)
-        both = torch.stack(
-            [a * cos - b * sin, b * cos + a * sin], dim=-1 if self.neighbours else -2
-        )
-        both = both.flatten(-2).to(keys.dtype)
-        return torch.cat([both, rest.expand(*both.shape[:-1], -1)], dim=-1)
+        shape = torch.broadcast_shapes(a.shape[:-1], cos.shape[:-1])
+        turned = keys.new_empty((*shape, keys.shape[-1]))
+        first, second, same = self._parts(turned)
+        first.copy_(a * cos - b * sin)
+        second.copy_(b * cos + a * sin)
+        same.copy_(rest)
+        return turned
 
     def norms(self, keys: Tensor) -> Tensor:
         """The lengths of the pairs of channels that are rotated together, and the absolute values
