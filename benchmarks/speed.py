@@ -25,6 +25,7 @@ end_to_end  The whole of ``generate``: prefill and decoding with the default met
             with ``DynamicCache`` on ``longeval-one-head``, and decoding with no tokens before: what
             it would be if no attention were computed, the most that any cache can gain. Decoding
             is also compared with a ``DynamicCache`` that has as many tokens as our cache has slots.
+            Prompts are also read in other lengths, and by a model of many layers.
 layers      The same on two random layers of Llama 3 8B's shape, and decoding from 8,000 tokens in 4
             bits, or from an eighth of longer prompts, compared with the exact cache, as
             transformers calls torch's attention and with the queries of a group packed; and the
@@ -47,6 +48,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
@@ -73,6 +75,7 @@ from kvsketch.attention import attend_to
 from kvsketch.cache import windowed
 from kvsketch.cache.measure import measure
 from kvsketch.cache.storage import CHOICES
+from kvsketch.cache.stream import Stream
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.loading import resolve_model
 from kvsketch.kernels import native
@@ -81,6 +84,7 @@ from kvsketch.page.quantized import Bits
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 _WIDE = "two layers of Llama 3 8B's shape"
+_DEEP = "32 random layers of width 512"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PRESETS = ("decode", "bits", "compress", "prefill", "end_to_end", "layers")
 Rows = list[dict[str, Any]]
@@ -364,10 +368,59 @@ def generated(model: Any, cache: Any, ids: Tensor, tokens: int) -> tuple[float, 
     return read, time.perf_counter() - start
 
 
-def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
+def read(
+    name: str, model: Any, tokens: int, repeats: int, seed: int, **settings: Any
+) -> dict[str, Any]:
+    """The speed of reading a prompt with 1/8 of the bytes kept, over that with the exact cache, and
+    how often each layer is compressed."""
+    ids, found, calls = prompt(model, tokens, seed), dict[str, list[float]](), 0
+    compress = Stream._compress
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        compress(*args, **kwargs)
+
+    with mock.patch.object(Stream, "_compress", counted):
+        for _ in range(repeats):
+            for way in ("exact", "ours"):
+                ours = SketchCache(model.config, budget=0.125, seed=seed, **settings)
+                cache = ours if way == "ours" else DynamicCache(config=model.config)
+                start = time.perf_counter()
+                model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                found.setdefault(way, []).append(time.perf_counter() - start)
+    return {
+        "model": name,
+        "settings": ", ".join(f"{n}={x!r}" for n, x in settings.items()) or "the default",
+        "tokens": tokens,
+        "kept": 0.125,
+        "pairs": repeats,
+        "prefill_speed_of_exact": ratio(found, "exact", "ours"),
+        "compressions_of_a_layer": calls / repeats / model.config.num_hidden_layers,
+    }
+
+
+def deep_model(seed: int) -> Any:
+    """32 random layers of width 512 in bfloat16."""
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=32,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=40_000,
+    )
+    torch.manual_seed(seed)
+    return _in_bfloat16(AutoModelForCausalLM.from_config(config))
+
+
+def end_to_end(repeats: int, lengths: list[int], seed: int) -> Rows:
     """``longeval-one-head`` in bfloat16 with 1/8 of the bytes kept, compared with the exact cache,
     which is also compared with an empty one. Then decoding with the bytes of the exact cache's
-    tokens."""
+    tokens, and reading prompts of the other lengths, and of 4,000 tokens in a model of many
+    layers."""
+    tokens = lengths[0]
     packaged = _in_bfloat16(AutoModelForCausalLM.from_pretrained(resolve_model(ONE_HEAD)))
     ids = prompt(packaged, tokens, seed)
     found: dict[str, list[float]] = {}
@@ -391,7 +444,11 @@ def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
         }
     ]
     rows += [_same_bytes(ONE_HEAD, packaged, slots, repeats, seed) for slots in (1024, 4096)]
-    return rows
+    packaged.config.max_position_embeddings = max(lengths) + 1
+    few = min(3, repeats)
+    rows += [read(ONE_HEAD, packaged, n, few, seed) for n in lengths[1:]]
+    deep: list[dict[str, Any]] = [{}, {"bits": 16}, {"allocation": "even"}]
+    return rows + [read(_DEEP, deep_model(seed), 4000, few, seed, **given) for given in deep]
 
 
 def wide_model(seed: int) -> Any:
@@ -417,7 +474,7 @@ def layers(repeats: int, tokens: list[int], seed: int) -> Rows:
     for n in tokens:
         settings = as_many if n <= 8000 else {"budget": 0.125}
         rows.append(_layers(wide, n, settings, repeats, seed))
-    return rows
+    return [*rows, read(_WIDE, wide, tokens[0], min(3, repeats), seed)]
 
 
 def _layers(
@@ -517,9 +574,9 @@ def main(
         raise typer.BadParameter(f"--preset {preset!r} must be one of {', '.join(PRESETS)}")
     many = "8192,32768,131072"
     usual = {"decode": many, "bits": "4096,16384,131072", "compress": many, "prefill": "32768"}
-    usual["layers"] = "8000"
+    usual |= {"layers": "8000", "end_to_end": "15900,4000,65536"}
     try:
-        lengths = [int(x) for x in (tokens or usual.get(preset, "15900")).split(",")]
+        lengths = [int(x) for x in (tokens or usual[preset]).split(",")]
     except ValueError:
         raise typer.BadParameter(f"--tokens {tokens!r} must be comma-separated integers") from None
     named, types = methods.split(","), dtypes.split(",")
@@ -548,7 +605,7 @@ def main(
         elif preset == "layers":
             rows = layers(repeats, lengths, seed)
         else:
-            rows = end_to_end(repeats, lengths[0], seed)
+            rows = end_to_end(repeats, lengths, seed)
     settings = {"tokens": lengths, "threads": threads, "repeats": repeats, "seed": seed}
     result = {"command": "speed", "preset": preset, "results": rows, "floors": floors()}
     result |= settings | environment()
