@@ -34,8 +34,8 @@ class Turn:
         cos, sin = (f(angle).to(torch.promote_types(keys.dtype, torch.float32)) for f in _BOTH)
         a, b, rest = self._parts(keys)
         a, b = a.to(cos.dtype), b.to(cos.dtype)
-        one, _ = torch.broadcast_tensors(a[..., 0], cos[..., 0])
-        turned = keys.new_empty((*one.shape, keys.shape[-1]))
+        lead = (a[..., 0] + cos[..., 0]).shape
+        turned = keys.new_empty((*lead, keys.shape[-1]))
         first, second, same = self._parts(turned)
         first.copy_(a * cos - b * sin)
         second.copy_(b * cos + a * sin)
