@@ -1606,3 +1606,49 @@ def test_a_cache_is_not_copied_in_the_middle_of_a_forward(llama: Any) -> None:
         copy.deepcopy(cache)
     cache.reset()
     copy.deepcopy(cache)
+
+
+_SETTINGS: list[dict[str, Any]] = [
+    {"budget": 0.3},
+    {"budget": 60},
+    {"budget": 0.3, "bits": 16},
+    {"budget": 0.3, "allocation": "measured"},
+    {"tolerance": 0.2},
+    {"budget": 60, "prefill": "streaming"},
+    {"method": "h2o", "budget": 0.3, "bits": 8},
+]
+_OF_METHODS = [{"method": name, "budget": 60} for name in EVERY_METHOD]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (torch.half, torch.double)),
+    ],
+)
+@pytest.mark.parametrize(
+    "given",
+    [*_SETTINGS, *(pytest.param(x, marks=pytest.mark.slow) for x in _OF_METHODS)],
+    ids=lambda given: "-".join(map(str, given.values())),
+)
+def test_the_default_dtype_does_not_matter(
+    llama: Any, given: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Scripts set it to load a model in 16 bits. Kernels write into memory of a known dtype."""
+    ids, mask = ids_of(2, 200), torch.ones(2, 200, dtype=torch.int64)
+    mask[0, :9] = 0
+    before, found = torch.get_default_dtype(), []
+    for now in (before, dtype):
+        torch.set_default_dtype(now)
+        try:
+            cache = SketchCache(llama.config, **WINDOW, seed=0, **given)
+            found.append((greedy(llama, ids, cache, 40, attention_mask=mask), cache))
+        finally:
+            torch.set_default_dtype(before)
+    (tokens, one), (others, two) = found
+    assert torch.equal(tokens, others)
+    assert one.nbytes() == two.nbytes()
+    for mine, theirs in zip(one._sketches(), two._sketches(), strict=True):
+        assert torch.equal(mine.stream.slots.values, theirs.stream.slots.values)
+        assert mine.stream.slots.values.dtype == theirs.stream.slots.values.dtype

@@ -140,7 +140,8 @@ class ByErrors(Solver):
         sink, recent = stream.pace.window(found.most(numbers[0]), tokens)
         extra = max(0, (method.window or 0) - recent)
         window = min(tokens, sink + recent + 1)
-        shares = [torch.tensor(c.allocate(max(kept, c.least))) * kept for c in whole]
+        told = [c.allocate(max(kept, c.least)) for c in whole]
+        shares = [kept * torch.tensor(each, dtype=torch.float32) for each in told]
         given = []
         for place, n in enumerate(numbers):
             held = streams[n].held
@@ -150,7 +151,7 @@ class ByErrors(Solver):
             bound = found.price(n, bits).buys(paid).ceil().long()
             slots = (bound.clamp(min=window) + extra).clamp(max=tokens)
             # Head by head, so that a row of the batch does not affect another.
-            slots = torch.where(slots > WORTH * held, held, slots)
+            slots = torch.where(slots > WORTH * held.double(), held, slots)
             rows = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]
             given.append(LayerBudgets(n, HeadBudgets(rows, True), bits, provisional=True))
         return given

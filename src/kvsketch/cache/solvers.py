@@ -218,7 +218,7 @@ class ByScores(Solver):
         """The slots of every head, int64 ``[heads]`` of each layer and row, for an average cost."""
         seen = prompt.stream.seen
         sink, recent = prompt.stream.pace.window(bits, seen)
-        slots = min(seen, int(float(price.buys(torch.tensor(float(average)))) + 1e-6))
+        slots = min(seen, int(price.buys_on_average(average) + 1e-6))
         safeguard = SAFEGUARD if self.name == "layer" else 0.0
         told = []
         for row in range(len(scores[0])):
@@ -238,7 +238,7 @@ class ByScores(Solver):
             return []
         bits, price = self._stored(prompt, numbers)
         average = max(1, int(kept * tokens))
-        if float(price.buys(torch.tensor(float(average)))) >= tokens:  # every slot, in few bits
+        if price.buys_on_average(average) >= tokens:  # every slot, in few bits
             every = [[Budget(1.0)] * stream.heads] * len(self._scores[prompt.number])
             bound = HeadBudgets(every, True)
             rest = [n for n in numbers if not prompt.streams[n].compressed]
@@ -249,9 +249,10 @@ class ByScores(Solver):
         for n, rows in zip(numbers, told, strict=True):
             slots = torch.stack([row.cpu() for row in rows])
             held = prompt.streams[n].held
-            idle = slots.sum(-1, keepdim=True) > WORTH * held.sum(-1, keepdim=True)  # row by row
-            most = torch.where(idle, held, slots).tolist()
-            own = HeadBudgets([[Budget(1.0, x / tokens) for x in row] for row in most], True)
+            most = WORTH * held.sum(-1, keepdim=True).double()
+            idle = slots.sum(-1, keepdim=True) > most  # row by row
+            most_of = torch.where(idle, held, slots).tolist()
+            own = HeadBudgets([[Budget(1.0, x / tokens) for x in row] for row in most_of], True)
             if not bool(idle.all()) or (bits != FULL and not prompt.streams[n].compressed):
                 given.append(LayerBudgets(n, own, bits, provisional=True))
             # What a head cannot keep any more, besides sinks and recent window, is no need of it.
@@ -267,10 +268,9 @@ def fitting(
     budget: Budget, choices: Sequence[Bits], stream: Stream, itemsize: int | None
 ) -> tuple[Bits, Price]:
     """The most bits in which all tokens fit a budget, or the fewest, and the price of a slot."""
-    average = torch.tensor(float(budget.slots(stream.seen)))
     for bits in choices:
         price = price_of(stream, bits, itemsize)
-        if float(price.buys(average)) >= stream.seen:
+        if price.buys_on_average(int(budget.slots(stream.seen))) >= stream.seen:
             break
     return bits, price
 

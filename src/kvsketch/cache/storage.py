@@ -106,6 +106,10 @@ class Price:
         middle = ((paid - window - self.fixed) / self.slot).clamp(min=0)
         return paid.clamp(max=window) / self.whole + middle
 
+    def buys_on_average(self, tokens: int) -> float:
+        """The same for one head."""
+        return float(self.buys(torch.tensor(tokens, dtype=torch.float64)))
+
 
 #: The price of slots in the model's own dtype.
 PLAIN = Price()

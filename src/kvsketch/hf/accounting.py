@@ -90,7 +90,7 @@ def alone(layers: Sequence[Any]) -> Tensor | None:
         place = slots.positions.round()
         own = (place == slots.positions) & (slots.masses() > 0) & (slots.masses() < 1.5)
         place = torch.where(own, place, seen).long().flatten(1)
-        count = torch.zeros(len(place), seen + 1, device=place.device)
+        count = torch.zeros(len(place), seen + 1, dtype=torch.float32, device=place.device)
         count.scatter_add_(1, place, own.float().flatten(1))
         found.append(count[:, :seen].cpu() / slots.keys.shape[1])
     return torch.stack(found).mean(0)

@@ -65,7 +65,7 @@ def attend(
         return None
     places, value_dim, kept = described
     shape = queries.shape[:3]
-    logs = torch.empty(shape) if totals else None
+    logs = torch.empty(shape, dtype=torch.float32, device="cpu") if totals else None
     of_heads = [_of_heads(t, asked, newest) for t in (asked.sinks, asked.slopes)]
     last = None if last is None else last.float().contiguous()
     columns = [*of_heads, last, logs]
@@ -164,7 +164,8 @@ def received(slots: Slots, asked: Observed, weights: Tensor) -> Tensor | None:
     """
     if not takes(asked.queries) or asked.live is not None or asked.slopes is not None:
         return None
-    score, keys = torch.zeros(slots.keys.shape[:3]), slots.keys.contiguous()
+    keys = slots.keys.contiguous()
+    score = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
     part = Part.of_tokens(Slots(keys, keys, slots.mass, score=score))  # no value is read
     return score if receive(asked, [part], weights) else None
 

@@ -33,7 +33,15 @@ class _Exchange(ctypes.Structure):
 
 
 class CompiledLowest:
-    """``Lowest`` of parts that the kernel can read, of the same number of rows: see ``lowest``."""
+    """``Lowest`` of parts of equally many rows that the kernel can read, see ``lowest``.
+
+    Args:
+        parts, count: as of ``Lowest``, on the CPU.
+        described: of the parts, from ``cpu.addresses``.
+
+    Attributes:
+        slots: as of ``Lowest``.
+    """
 
     def __init__(
         self,
@@ -45,8 +53,8 @@ class CompiledLowest:
         first, most = parts[0], max(1, int(count.max()))
         shape = (*count.shape, most)
         self._places = torch.empty(shape, dtype=torch.int64)
-        fields = {name: torch.empty((*shape, few.dim)) for name, few in first.packed.items()}
-        fields |= {name: torch.empty(shape) for name in COLUMNS if name in first.fields}
+        fields = {n: _empty(*shape, few.dim) for n, few in first.packed.items()}
+        fields |= {name: _empty(*shape) for name in COLUMNS if name in first.fields}
         self._run(None, most, 0, fields)
         found = Part.over(fields, {}, shape).read()
         real = torch.arange(most) < count.unsqueeze(-1)
@@ -139,3 +147,7 @@ def lowest(parts: Sequence[Part], count: Tensor) -> Lowest | CompiledLowest:
     usable = alike and count.device.type == "cpu" and native.library() is not None
     described = cpu.addresses(parts) if usable else None
     return Lowest(parts, count) if described is None else CompiledLowest(parts, count, described)
+
+
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="cpu")

@@ -96,7 +96,7 @@ class Compactor(Scoring):
         score = self.blending * _standard(leverage.float(), there) + _standard(attended, there)
         score = F.pad(score, (first, 0)).masked_fill(~between.unsqueeze(1), 0.0)
         # What comes first, above all others of the row; of these the newest.
-        number = (~between).cumsum(-1) / (q + 1)
+        number = (~between).cumsum(-1).float() / (q + 1)
         top = score.amax((1, 2)).clamp(min=0).unsqueeze(-1) + 1 + number
         score = torch.where(between.unsqueeze(1), score, top.unsqueeze(1))
         if order is not None:

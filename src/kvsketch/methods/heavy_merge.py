@@ -232,7 +232,7 @@ def _decoded_attention(slots: Slots, observed: Observed, window: int) -> Tensor:
     keep = 1 - 1 / window
     newer = torch.arange(q - 1, -1, -1, device=keys.device, dtype=dtype)
     weights = (keep**newer / (window * shared)).repeat(shared)
-    received = torch.empty(rows, n, device=keys.device)
+    received = torch.empty(rows, n, dtype=torch.float32, device=keys.device)
     step = max(1, at_once(keys, _FEW_SCORES) // (shared * q * n))
     for start in range(0, rows, step):  # rows whose scores stay in the processor's cache
         part = slice(start, start + step)

@@ -89,7 +89,7 @@ class RKV(Scoring):
     def prepared(self, slots: Slots, budget: int | Tensor, sink: int, recent: int) -> Slots:
         score, newer = score_of(slots, self.name), _newer(slots)
         joint = self.mix * score - (1 - self.mix) * redundancy(slots, self.threshold)
-        first = 2.0 - newer / (1 + self.window)  # above all others, the newest highest
+        first = 2.0 - newer.float() / (1 + self.window)  # above all others, the newest highest
         return with_columns(slots, torch.where(newer < self.window, first, joint))
 
     def finished(self, kept: Slots, slots: Slots, budget: int | Tensor, fit: bool) -> Slots:

@@ -66,11 +66,11 @@ def query_weights(observed: Observed, window: int) -> tuple[Tensor, Tensor]:
     """
     queries = observed.queries
     if observed.live is None:
-        live = torch.ones(queries.shape[0], queries.shape[2], device=queries.device)
+        live = queries.new_ones(queries.shape[0], queries.shape[2], dtype=torch.float32)
     else:
         live = observed.live.float()
     if observed.after:
-        return live / window, torch.ones(len(live), 1, 1, device=queries.device)
+        return live / window, live.new_ones(len(live), 1, 1)
     newer = live.flip(-1).cumsum(-1).flip(-1) - live
     count = live.sum(-1, keepdim=True)
     full = count >= window
@@ -113,7 +113,7 @@ def recent_attention(slots: Slots, observed: Observed, window: int) -> tuple[Ten
     weights, fade = query_weights(observed, window)
     start = first_counted(weights)
     if start == weights.shape[1]:
-        return torch.zeros(slots.keys.shape[:3], device=slots.keys.device), fade
+        return weights.new_zeros(slots.keys.shape[:3]), fade
     live = None if observed.live is None else observed.live[:, start:]
     late = replace(observed, queries=observed.queries[:, :, start:], live=live)
     group = observed.queries.shape[1] // slots.keys.shape[1]

@@ -115,7 +115,7 @@ def _shells(layout: Layout, device: torch.device) -> list[Part]:
 
 
 def _shell(layout: Layout, bits: Bits, sizes: tuple[int, ...], device: torch.device) -> Part:
-    nothing = torch.zeros(1, layout.heads, 1, device=device)
+    nothing = torch.zeros(1, layout.heads, 1, dtype=torch.float32, device=device)
     keys, values = (
         torch.zeros(1, layout.heads, 1, dim, dtype=layout.dtype, device=device)
         for dim in (layout.head_dim, layout.value_dim)

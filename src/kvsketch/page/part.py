@@ -365,7 +365,7 @@ class Part:
         and values stay, which a model's own kernel may read."""
         self._fill_missing("log_mass")
         q, column = live.shape[1], self.fields["log_mass"]
-        rows = torch.where(live, 0.0, EMPTY["log_mass"]).to(column.dtype)
+        rows = torch.zeros_like(live, dtype=column.dtype).masked_fill_(~live, EMPTY["log_mass"])
         rows = rows.unsqueeze(1).expand(-1, self.heads, -1)
         if self.layout is None:
             column[:, :, self.count - q : self.count] = rows
@@ -409,7 +409,8 @@ class Part:
         dtype = torch.float32 if self.packed else compute_dtype(self.fields["values"].dtype)
         if self.blocks is not None and name in EMPTY:
             live = self.blocks.live(self.appended)
-            return torch.where(live, NEW[name], EMPTY[name]).to(dtype).view(shape)
+            column = torch.full_like(live, NEW[name], dtype=dtype)
+            return column.masked_fill_(~live, EMPTY[name]).view(shape)
         return torch.full(shape, NEW[name], dtype=dtype, device=device)
 
     def grown(self, room: int) -> Part:

@@ -103,7 +103,7 @@ class Quantized:
         point dtype. The computation is in float32."""
         in_place = out.dtype == torch.float32 and self.channels == self.dim
         shape = (*self.codes.shape[:3], self.channels)
-        work = out if in_place else torch.empty(shape, device=out.device)
+        work = out if in_place else torch.empty(shape, dtype=torch.float32, device=out.device)
         self.in_units(work)
         work = work if in_place else work[..., : self.dim]
         work.mul_(self.unit)

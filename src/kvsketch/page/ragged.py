@@ -183,8 +183,9 @@ class Blocks:
         behind = number * self.size - layout.start.gather(1, head)
         left = (layout.sizes.gather(1, head) - behind).flatten()
         every = torch.arange(heads, device=first.device).view(1, -1, 1)
-        foreign = torch.where(head.unsqueeze(1) == every, 0.0, NOTHING).unsqueeze(2)
-        found = (head + row).flatten(), foreign, left
+        own = head.unsqueeze(1) == every
+        foreign = torch.zeros_like(own, dtype=torch.float32).masked_fill_(~own, NOTHING)
+        found = (head + row).flatten(), foreign.unsqueeze(2), left
         if self.kept:
             self._found = found
         return found

@@ -172,7 +172,7 @@ def _slots(page: Page, heads: slice, layout: Layout) -> Slots:
     if found != (layout.heads, layout.head_dim, layout.value_dim):
         raise InputError(f"the file has heads of another shape {found} than the model's pages")
     if slots.score is None:
-        slots = replace(slots, score=torch.zeros(slots.keys.shape[:3]))
+        slots = replace(slots, score=torch.zeros(slots.keys.shape[:3], dtype=torch.float32))
     return replace(slots, positions=None)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.models.bloom.modeling_bloom import (
     BloomAttention,
@@ -45,7 +44,7 @@ def _asked(
     **_: Any,
 ) -> tuple[Observed, Any]:
     # The slopes do not depend on the tokens: padding shifts a row's positions by a constant.
-    two = torch.ones(1, 2, device=alibi.device)
+    two = alibi.new_ones(1, 2)
     slopes = build_alibi_tensor(two, module.num_heads, alibi.dtype)[:, 0, 1] * module.beta
     queries = _project(module, hidden_states)[0]
     return Observed(queries, module.inv_norm_factor, slopes=slopes), attention_mask

@@ -1,5 +1,5 @@
-// Some slots of parts in few bits as floats, and others instead of them, see kernels/exchange.py. Part
-// of attention.cpp. The format is that of page/quantized.py.
+// Some slots of parts in few bits as floats, and others instead of them, see kernels/exchange.py.
+// Part of attention.cpp. The format is that of page/quantized.py.
 
 namespace {
 

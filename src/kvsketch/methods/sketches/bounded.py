@@ -130,7 +130,8 @@ class Bounded(Sketch):
         self.put("held", Slots(new.keys, new.values, positions=new.positions).narrow(0, 0))
         batch, heads = new.keys.shape[:2]
         device = new.keys.device
-        self.state["weights"] = torch.zeros(batch, heads, 0, self.columns, device=device)
+        empty = batch, heads, 0, self.columns
+        self.state["weights"] = torch.zeros(empty, dtype=torch.float32, device=device)
         for name in ("fill", "failed"):
             self.state[name] = torch.zeros(batch, heads, dtype=torch.int64, device=device)
 

@@ -120,7 +120,7 @@ def try_state(sketch: Any, token: dict[str, Any]) -> None:
     shape = (token["batch"], token["heads"], 1)
     sizes = token["head_dim"], token["value_dim"]
     keys, values = (torch.zeros(*shape, n, dtype=d) for n, d in zip(sizes, dtypes, strict=True))
-    positions = torch.zeros(shape) if token["positions"] else None
+    positions = torch.zeros(shape, dtype=torch.float32) if token["positions"] else None
     new = Slots(keys, values, positions=positions)
     twin, fresh = copy.deepcopy(sketch), copy.deepcopy(sketch)
     twin.meta["token"] = {**token, "device": "cpu"}
