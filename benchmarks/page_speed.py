@@ -47,8 +47,7 @@ _TEXTS = {
         "Tokens per second of `generate` over those with `DynamicCache`, medians of pairs: the "
         "default at 1/8 of the bytes against the exact cache, and decoding from the same bytes at "
         "the start, over at least two compressions. Without tokens: decoding with an empty cache "
-        "against the exact one, which no cache can exceed. An echo of more than 8,192 tokens takes "
-        "no more time, so that long prompts lose least."
+        "against the exact one, which no cache can exceed."
     ),
     "layers": (
         "Two random layers of Llama 3 8B's shape in bfloat16, MLP included. `of as many tokens`: "
@@ -171,8 +170,7 @@ def opening(results: dict[str, dict[str, Any] | None]) -> str:
         "What follows: decoding after a long prompt is faster than with the exact cache. "
         "With a tiny model and a small budget, where every operation of ours is visible, it is a "
         "little slower than with an exact cache of the same bytes: what is left is the "
-        "compression every few tokens. A short prompt takes longer to read, in wide layers "
-        "little; where the peak matters, use "
+        "compression every few tokens. The prefill is slower; where its peak matters, use "
         '`allocation="even"`, a file of curves or `prefill="streaming"`. On a GPU, '
         "`generate` is slower than with the exact cache (below): what is gained there is memory.\n"
     )

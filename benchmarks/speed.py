@@ -368,7 +368,7 @@ def generated(model: Any, cache: Any, ids: Tensor, tokens: int) -> tuple[float, 
     return read, time.perf_counter() - start
 
 
-def read(
+def reading(
     name: str, model: Any, tokens: int, repeats: int, seed: int, **settings: Any
 ) -> dict[str, Any]:
     """The speed of reading a prompt with 1/8 of the bytes kept, over that with the exact cache, and
@@ -446,9 +446,9 @@ def end_to_end(repeats: int, lengths: list[int], seed: int) -> Rows:
     rows += [_same_bytes(ONE_HEAD, packaged, slots, repeats, seed) for slots in (1024, 4096)]
     packaged.config.max_position_embeddings = max(lengths) + 1
     few = min(3, repeats)
-    rows += [read(ONE_HEAD, packaged, n, few, seed) for n in lengths[1:]]
+    rows += [reading(ONE_HEAD, packaged, n, few, seed) for n in lengths[1:]]
     deep: list[dict[str, Any]] = [{}, {"bits": 16}, {"allocation": "even"}]
-    return rows + [read(_DEEP, deep_model(seed), 4000, few, seed, **given) for given in deep]
+    return rows + [reading(_DEEP, deep_model(seed), 4000, few, seed, **given) for given in deep]
 
 
 def wide_model(seed: int) -> Any:
@@ -474,7 +474,7 @@ def layers(repeats: int, tokens: list[int], seed: int) -> Rows:
     for n in tokens:
         settings = as_many if n <= 8000 else {"budget": 0.125}
         rows.append(_layers(wide, n, settings, repeats, seed))
-    return [*rows, read(_WIDE, wide, tokens[0], min(3, repeats), seed)]
+    return [*rows, reading(_WIDE, wide, tokens[0], min(3, repeats), seed)]
 
 
 def _layers(
