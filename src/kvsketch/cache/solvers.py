@@ -249,10 +249,10 @@ class ByScores(Solver):
         for n, rows in zip(numbers, told, strict=True):
             slots = torch.stack([row.cpu() for row in rows])
             held = prompt.streams[n].held
-            most = WORTH * held.sum(-1, keepdim=True).double()
-            idle = slots.sum(-1, keepdim=True) > most  # row by row
-            most_of = torch.where(idle, held, slots).tolist()
-            own = HeadBudgets([[Budget(1.0, x / tokens) for x in row] for row in most_of], True)
+            few = WORTH * held.sum(-1, keepdim=True).double()
+            idle = slots.sum(-1, keepdim=True) > few  # row by row
+            limits = torch.where(idle, held, slots).tolist()
+            own = HeadBudgets([[Budget(1.0, x / tokens) for x in row] for row in limits], True)
             if not bool(idle.all()) or (bits != FULL and not prompt.streams[n].compressed):
                 given.append(LayerBudgets(n, own, bits, provisional=True))
             # What a head cannot keep any more, besides sinks and recent window, is no need of it.

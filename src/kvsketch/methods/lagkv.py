@@ -78,9 +78,8 @@ def lag_order(slots: Slots, sink: int, lag: int) -> Tensor:
     if parts < 2:
         return newest if order is None else torch.zeros_like(newest).scatter(-1, order, newest)
     apart = (_apart(x[:, :, sink:], lag) for x in (slots.keys, slots.mean_values()))
-    rank = (
-        sum(apart, slots.keys.new_zeros(())).argsort(-1).argsort(-1)
-    )  # [batch, heads, parts - 1, lag]
+    both = sum(apart, slots.keys.new_zeros(()))  # [batch, heads, parts - 1, lag]
+    rank = both.argsort(-1).argsort(-1)
     number = torch.arange(parts - 1, device=count.device)
     ranked = (rank * parts + number.unsqueeze(-1)).flatten(2).float()
     compared = (place // lag + 2) * lag <= (count - sink).unsqueeze(-1)

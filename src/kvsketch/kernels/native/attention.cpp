@@ -297,12 +297,17 @@ inline void of_codes(const uint8_t* codes, int64_t slot, const uint16_t* step, i
 }
 
 inline void of_codes_one_by_one(const Side& side, const uint8_t* codes, const uint16_t* step,
-                                float* out) {
-  const int channels = (int)(side.groups * side.width), bytes = channels / 2;
-  for (int c = 0; c < channels; c++) {
-    int code = codes[c % (side.kind == 8 ? channels : bytes)];
-    if (side.kind == 4) code = c < bytes ? code & 15 : code >> 4;
-    out[c] = (float)(code - (side.kind == 4 ? 8 : 128)) * from_half(step[c / side.width]);
+                                float* __restrict out) {
+  const int width = (int)side.width, channels = (int)side.groups * width, middle = channels / 2;
+  if (side.kind == 8) {
+    for (int c = 0; c < channels; c++) out[c] = (float)((int)codes[c] - 128);
+  } else {
+    for (int c = 0; c < middle; c++) out[c] = (float)((int)(codes[c] & 15) - 8);
+    for (int c = 0; c < middle; c++) out[middle + c] = (float)((int)(codes[c] >> 4) - 8);
+  }
+  for (int from = 0; from < channels; from += width) {
+    const float scale = from_half(step[from / width]);
+    for (int c = from; c < from + width; c++) out[c] *= scale;
   }
 }
 

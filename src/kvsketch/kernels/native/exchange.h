@@ -21,19 +21,18 @@ struct Exchange {
 
 struct Owner {
   const Part& part;
-  int64_t number, row, head, index;  // index: of all owners
+  int64_t number, row, head;  // number: of the part
   Owner(const Exchange& all, int64_t index)
       : part(*all.parts[index / (all.rows * all.heads)]),
         number(index / (all.rows * all.heads)),
         row(index / all.heads % all.rows),
-        head(index % all.heads),
-        index(index) {}
+        head(index % all.heads) {}
 };
 
 struct Sorting {
   std::vector<uint64_t> order;  // scores, as numbers of the same order, and places
   std::vector<int64_t> places;
-  std::vector<float> slot, sums;
+  std::vector<float> sums, most;
 };
 thread_local Sorting sorting;
 
@@ -53,24 +52,14 @@ inline const float* offset_of(const Side& side, int64_t row, int64_t head) {
 
 // A slot as floats, of ``side.dim`` channels.
 void decoded(const Side& side, const Owner& owner, int64_t slot, float* __restrict out) {
-  const int dim = (int)side.dim, width = (int)side.width;
-  const int channels = (int)side.groups * width, middle = channels / 2;
+  const int dim = (int)side.dim;
   const float* __restrict unit = unit_of(side, owner.row, owner.head);
   const float* __restrict offset = offset_of(side, owner.row, owner.head);
   const uint8_t* codes = (const uint8_t*)side.data + owner.row * side.row + slot * side.slot;
-  const uint16_t* step =
-      (const uint16_t*)side.step + owner.row * side.small_row + slot * side.groups;
   float x[MOST + 64];
-  if (side.kind == 8) {
-    for (int c = 0; c < channels; c++) x[c] = (float)((int)codes[c] - 128);
-  } else {
-    for (int c = 0; c < middle; c++) x[c] = (float)((int)(codes[c] & 15) - 8);
-    for (int c = 0; c < middle; c++) x[middle + c] = (float)((int)(codes[c] >> 4) - 8);
-  }
-  for (int from = 0; from < channels; from += width) {
-    const float scale = from_half(step[from / width]);
-    for (int c = from; c < from + width; c++) x[c] *= scale;
-  }
+  of_codes_one_by_one(
+      side, codes,
+      (const uint16_t*)side.step + owner.row * side.small_row + slot * side.groups, x);
   if (!offset)
     for (int c = 0; c < dim; c++) out[c] = x[c] * unit[0];
   else
@@ -188,9 +177,9 @@ bool too_far(const Exchange& all, const Side& side, const Owner& owner, const fl
   const int dim = (int)side.dim;
   const float *unit = unit_of(side, owner.row, owner.head),
               *offset = offset_of(side, owner.row, owner.head);
-  sorting.sums.assign(dim, 0.0f), sorting.slot.assign(dim, 0.0f);
+  sorting.sums.assign(dim, 0.0f), sorting.most.assign(dim, 0.0f);
   float* __restrict sums = sorting.sums.data();
-  float* __restrict most = sorting.slot.data();
+  float* __restrict most = sorting.most.data();
   for (int i = 0; i < n; i++)
     for (int c = 0; c < dim; c++) {
       const float at = given[(size_t)i * dim + c], x = std::fabs(offset ? at - offset[c] : at);
@@ -207,7 +196,7 @@ bool too_far(const Exchange& all, const Side& side, const Owner& owner, const fl
   return !offset && std::max(total, greatest) > all.limit * unit[0];
 }
 
-// Copy the numbers of the slots that stay, which ``runs`` calls for: (first, where to, how many).
+// Calls ``copy`` for every run of slots that stay: the first one, its new place, and how many.
 template <typename F>
 inline void for_each_run(const std::vector<int64_t>& leave, int64_t size, F copy) {
   int64_t from = 0, to = 0;
