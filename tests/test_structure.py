@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -79,3 +80,38 @@ def test_a_token_passes_little():
         assert len(way["classes"]) <= 6, way["classes"]
         assert len(way["files"]) <= 8, way["files"]
         assert len(way["functions"]) <= 20, way["functions"]
+
+
+_MAKERS = {
+    f"torch.{name}"
+    for name in [
+        "arange",
+        "as_tensor",
+        "empty",
+        "eye",
+        "full",
+        "linspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "tensor",
+        "zeros",
+    ]
+}
+
+
+def test_the_engine_names_the_device_of_what_it_makes():
+    """``torch.set_default_device("cuda")`` would move it there."""
+    silent, made = [], 0
+    for name, path in structure.modules().items():
+        if structure.room(name) in {"cli", "evaluation", "theory"}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in _MAKERS:
+                made += 1
+                if "device" not in {keyword.arg for keyword in node.keywords}:
+                    silent.append((path.name, node.lineno))
+    assert made > 100
+    assert silent == []

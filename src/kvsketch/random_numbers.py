@@ -36,7 +36,7 @@ _KEYS: _Mix = (33, 0xFF51AFD7ED558CCD - (1 << 64), 33, 0xC4CEB9FE1A85EC53 - (1 <
 
 def drawn(generator: torch.Generator) -> int:
     """A 64-bit number (signed). The generator advances by the same amount in every call."""
-    return int(torch.randint(-(1 << 63), (1 << 63) - 1, (), generator=generator))
+    return int(torch.randint(-(1 << 63), (1 << 63) - 1, (), generator=generator, device="cpu"))
 
 
 class Seeded:
@@ -87,7 +87,7 @@ def streams(number: int, rows: Tensor, heads: int) -> Tensor:
         rows: numbers of the rows, int64 ``[batch]``; equal ones get equal streams.
         heads: how many there are in each.
     """
-    return derived(torch.tensor(number), places(rows, heads))
+    return derived(torch.tensor(number, device="cpu"), places(rows, heads))
 
 
 def places(rows: Tensor, heads: int) -> Tensor:
@@ -98,7 +98,7 @@ def places(rows: Tensor, heads: int) -> Tensor:
 
 def derived(keys: Tensor, numbers: Tensor | int) -> Tensor:
     """Keys of further streams, one for each key and number (int64, broadcast together)."""
-    return _mixed(torch.as_tensor(numbers + 1) * _GAMMA + keys, _KEYS)
+    return _mixed(torch.as_tensor(numbers + 1, device=keys.device) * _GAMMA + keys, _KEYS)
 
 
 def uniform(keys: Tensor, *shape: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -1620,32 +1622,42 @@ _SETTINGS: list[dict[str, Any]] = [
 _OF_METHODS = [{"method": name, "budget": 60} for name in EVERY_METHOD]
 
 
+@contextlib.contextmanager
+def defaults(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
 @pytest.mark.parametrize(
-    "dtype",
+    "other",
     [
-        torch.bfloat16,
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (torch.half, torch.double)),
+        {"dtype": torch.bfloat16},
+        {"device": "meta"},  # what is not given the cache's device has no numbers there
+        *(pytest.param({"dtype": x}, marks=pytest.mark.slow) for x in (torch.half, torch.double)),
     ],
+    ids=lambda other: str(*other.values()),
 )
 @pytest.mark.parametrize(
     "given",
     [*_SETTINGS, *(pytest.param(x, marks=pytest.mark.slow) for x in _OF_METHODS)],
     ids=lambda given: "-".join(map(str, given.values())),
 )
-def test_the_default_dtype_does_not_matter(
-    llama: Any, given: dict[str, Any], dtype: torch.dtype
+def test_the_default_dtype_and_device_do_not_matter(
+    llama: Any, given: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    """Scripts set it to load a model in 16 bits. Kernels write into memory of a known dtype."""
+    """Scripts set them to load a model. Kernels write into memory of a known dtype."""
     ids, mask = ids_of(2, 200), torch.ones(2, 200, dtype=torch.int64)
     mask[0, :9] = 0
-    before, found = torch.get_default_dtype(), []
-    for now in (before, dtype):
-        torch.set_default_dtype(now)
-        try:
+    found = []
+    for now in ({}, other):
+        with defaults(**now):
             cache = SketchCache(llama.config, **WINDOW, seed=0, **given)
             found.append((greedy(llama, ids, cache, 40, attention_mask=mask), cache))
-        finally:
-            torch.set_default_dtype(before)
     (tokens, one), (others, two) = found
     assert torch.equal(tokens, others)
     assert one.nbytes() == two.nbytes()

@@ -49,12 +49,12 @@ class HeadBudgets:
         self.value = self.rows[0][0].value
         self.heads = len(self.rows[0])
         shares = [[b.share for b in row] for row in self.rows]
-        self._share = torch.tensor(shares, dtype=torch.float64)
+        self._share = torch.tensor(shares, dtype=torch.float64, device="cpu")
         limits = [[b.limit for b in row] for row in self.rows]
         limited = any(x is not None for row in limits for x in row)
         most = torch.iinfo(torch.int64).max
         self._limit = (
-            torch.tensor([[most if x is None else x for x in row] for row in limits])
+            torch.tensor([[most if x is None else x for x in row] for row in limits], device="cpu")
             if limited
             else None
         )
@@ -73,7 +73,7 @@ class HeadBudgets:
         if self.price.fixed:
             found = self._bought(tokens)
         elif isinstance(self.value, int):
-            found = torch.full(self._share.shape, self.value, dtype=torch.int64)
+            found = torch.full(self._share.shape, self.value, dtype=torch.int64, device="cpu")
             if tokens > self.value:
                 uneven = (self.value * self._share).round().long().clamp(min=1)
                 found = torch.where(self._share == 1, found, uneven)
@@ -124,7 +124,7 @@ class HeadBudgets:
         shape = (batch if by_row else 1, heads)
         share = reader.tensor("share", shape, torch.float64).cpu()
         most = torch.iinfo(torch.int64).max
-        limits = torch.full(shape, most)
+        limits = torch.full(shape, most, device="cpu")
         if reader.has("limit"):
             limits = reader.integers("limit", shape, 0, most).cpu()
         price = PLAIN
@@ -156,5 +156,5 @@ class HeadBudgets:
         """With ``fn``, which selects along axis 0, applied to the rows."""
         if not self.by_row:
             return self
-        rows = fn(torch.arange(len(self.rows))).tolist()
+        rows = fn(torch.arange(len(self.rows), device="cpu")).tolist()
         return HeadBudgets([self.rows[i] for i in rows], True, self.bound, price=self.price)

@@ -141,13 +141,13 @@ class ByErrors(Solver):
         extra = max(0, (method.window or 0) - recent)
         window = min(tokens, sink + recent + 1)
         told = [c.allocate(max(kept, c.least)) for c in whole]
-        shares = [kept * torch.tensor(each, dtype=torch.float32) for each in told]
+        shares = [kept * torch.tensor(each, dtype=torch.float32, device="cpu") for each in told]
         given = []
         for place, n in enumerate(numbers):
             held = streams[n].held
             bits = found.most(n)
             own = [shard.own(share[place].tolist()) for share in shares]
-            paid = torch.tensor(own, dtype=torch.float64) * tokens
+            paid = torch.tensor(own, dtype=torch.float64, device="cpu") * tokens
             bound = found.price(n, bits).buys(paid).ceil().long()
             slots = (bound.clamp(min=window) + extra).clamp(max=tokens)
             # Head by head, so that a row of the batch does not affect another.

@@ -52,12 +52,13 @@ def compress(
         decoding: see ``Compressor.compress``.
     """
     held, sizes = page.held.cpu(), None
-    fits = held <= torch.as_tensor(limit)
+    fits = held <= limit
     if bits != FULL and (bool(fits.all()) or isinstance(limit, Tensor)):
-        less = torch.minimum(torch.as_tensor(budget), held)
-        budget = torch.where(fits, held, less)  # what fits is only stored in fewer bits
+        budget = torch.where(
+            fits, held, held.clamp(max=budget)
+        )  # what fits is only stored in fewer bits
     elif page.sizes is not None:
-        budget = torch.minimum(torch.as_tensor(budget), held)
+        budget = held.clamp(max=budget)
     # Also where nothing is reduced: of every head its own slots come first.
     sink, recent = around
     window = {"sink": sink, "recent": recent}

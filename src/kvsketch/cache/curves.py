@@ -147,7 +147,7 @@ class Curves:
         level = needed
         if float(self._at(needed).mean()) > most:
             if most < self.least:  # below the lowest measured level: nothing is left to allocate
-                even = torch.full(needed.shape, most, dtype=torch.float64)
+                even = torch.full(needed.shape, most, dtype=torch.float64, device="cpu")
                 return even, self._at(needed) > most
             level = self._greedy(most, needed)
         return self._at(level), level < needed
@@ -165,9 +165,9 @@ class Curves:
         # More slots do not increase the error: an increase in a measured curve is noise.
         error = self.error.cummin(-1).values.reshape(rows, levels).double()
         kept = self._costs.repeat_interleave(heads, 0)  # [rows, levels]
-        number = torch.arange(levels)
-        last = torch.full((rows, 1), levels - 1) if most is None else most.reshape(rows, 1)
-        level = torch.zeros(rows, dtype=torch.long)
+        number = torch.arange(levels, device="cpu")
+        last = number[-1:].expand(rows, 1) if most is None else most.reshape(rows, 1)
+        level = torch.zeros(rows, dtype=torch.long, device="cpu")
         left = budget * rows - float(kept[:, 0].sum())
         while True:
             cost = kept - kept.gather(1, level.unsqueeze(1))
@@ -214,7 +214,10 @@ class Curves:
             )
         try:
             fields = [content[name] for name in ("error", "kept", "relative")]
-            tensors = [None if x is None else torch.tensor(x, dtype=torch.float64) for x in fields]
+            tensors = [
+                None if x is None else torch.tensor(x, dtype=torch.float64, device="cpu")
+                for x in fields
+            ]
         except (KeyError, ValueError, TypeError) as error:
             raise InputError(f"{str(path)!r} holds damaged curves: {error}") from error
         if tensors[0] is None or tensors[1] is None:
@@ -244,7 +247,7 @@ def model_shape(config: Any) -> str:
 def spend(kept: Tensor, total: float, most: Tensor | float = 1.0) -> Tensor:
     """Kept fractions, limited to ``most``, whose sum is ``total``: the rest goes to the heads below
     their limit, in proportion."""
-    limit = torch.as_tensor(most, dtype=kept.dtype).expand(kept.shape)
+    limit = torch.as_tensor(most, dtype=kept.dtype, device=kept.device).expand(kept.shape)
     kept = torch.minimum(kept, limit)
     for _ in range(20):
         open_ = kept < limit

@@ -50,7 +50,7 @@ class Echo:
         if seen - count != self.covered:
             return  # some are missing
         self.covered = seen
-        self._parts.append((observed, torch.arange(seen - count, seen)))
+        self._parts.append((observed, torch.arange(seen - count, seen, device="cpu")))
         most = min(MOST, PAIRS // seen)
         while sum(len(self._kept(places)) for _, places in self._parts) > most:
             self._every *= 2

@@ -81,14 +81,14 @@ class Goal:
             return self._tolerated(curves, tokens, limits)
         assert self.budget is not None
         fraction = self.fraction(tokens)
-        shares = torch.ones(curves.error.shape[:2], dtype=torch.float64)
+        shares = torch.ones(curves.error.shape[:2], dtype=torch.float64, device="cpu")
         if fraction >= curves.least:  # less: nothing is left to allocate
-            shares = torch.tensor(curves.allocate(fraction), dtype=torch.float64)
+            shares = torch.tensor(curves.allocate(fraction), dtype=torch.float64, device="cpu")
             if limits is not None:
                 total = fraction * limits.numel()
                 shares = spend(shares * fraction, total, limits) / fraction
         found = [[Budget(self.budget.value, x) for x in row] for row in shares.tolist()]
-        return found, torch.zeros(shares.shape, dtype=torch.bool)
+        return found, torch.zeros(shares.shape, dtype=torch.bool, device="cpu")
 
     def _tolerated(
         self, curves: Curves, tokens: int, limits: Tensor | None

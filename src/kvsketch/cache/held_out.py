@@ -116,7 +116,7 @@ def measure_rows(
             wrong = (answer - exact).double().square().sum((2, 3)).view(batch, heads, -1).sum(-1)
             errors.append(wrong / norm.unsqueeze(1))
             relatives.append(torch.maximum(relative_error(exact, answer, heads), seen))
-    shares = torch.tensor(kept, dtype=torch.float64)
+    shares = torch.tensor(kept, dtype=torch.float64, device="cpu")
     return [
         [
             Curves(error[[row]], shares, relative[[row]])

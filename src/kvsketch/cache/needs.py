@@ -44,7 +44,7 @@ def by_need(
         ]
     ).float()
     free = min(budget - first - last, n - first - last)
-    counts = torch.zeros(len(between), dtype=torch.int64)
+    counts = torch.zeros(len(between), dtype=torch.int64, device="cpu")
     if free > 0:
         safe = min(int(budget * safeguard) - first - last, free)
         if safe > 0:

@@ -173,7 +173,7 @@ class Pace:
         """Whether there are more slots than budget and buffer allow."""
         if self.budget is None:
             return False
-        budget = torch.as_tensor(self.budget.slots(seen))
+        budget = torch.as_tensor(self.budget.slots(seen), device="cpu")
         return bool((page.held.cpu() > budget + self.buffer(seen)).any())
 
     def due(self, page: Page | SketchPage, seen: int, prefill: bool) -> bool:
@@ -193,7 +193,7 @@ class Pace:
         # otherwise if they exceed it by a buffer; in few bits also if they fit it.
         fits, schedule = self.budget.slots(seen), self.schedule
         least = schedule.least(fits) if schedule.few_bits else fits
-        above = page.held.cpu().to(torch.int64) - torch.as_tensor(least)
+        above = page.held.cpu().to(torch.int64) - torch.as_tensor(least, device="cpu")
         return bool((above >= (1 if prefill else self.buffer(seen))).any())
 
     def may_wait(self, page: Page | SketchPage, seen: int, newest: int) -> bool:
@@ -201,7 +201,7 @@ class Pace:
         they take at most half of the slots."""
         if not page.compressed or self.streaming or self.budget is None:
             return False
-        slots = torch.as_tensor(self.budget.slots(seen)).double().mean()
+        slots = torch.as_tensor(self.budget.slots(seen), device="cpu").double().mean()
         return self._method.requires.echo and 2 * newest <= float(slots)
 
     def undue(self, page: Page | SketchPage) -> int:

@@ -45,7 +45,7 @@ class RetrievalHeads:
         """The streaming heads if a fraction ``share`` are retrieval heads, bool ``[layers,
         heads]``: those of lowest score; their number is rounded."""
         count = round(self.scores.numel() * (1 - share))
-        found = torch.zeros(self.scores.numel(), dtype=torch.bool)
+        found = torch.zeros(self.scores.numel(), dtype=torch.bool, device="cpu")
         found[self.scores.flatten().argsort(stable=True)[:count].cpu()] = True
         return found.view(self.scores.shape)
 

@@ -120,11 +120,11 @@ class SketchPage:
                 assert isinstance(limit, int)
                 made.append(_next(method, part, budget, limit, room))
                 continue
-            mine, each = places[number], torch.as_tensor(limit).flatten()
+            mine, each = places[number], torch.as_tensor(limit, device="cpu").flatten()
             if window is None:
                 window = method.fresh()
                 window.number_rows(mine)
-            own = int(torch.as_tensor(budget).flatten()[mine[0]])
+            own = int(torch.as_tensor(budget, device="cpu").flatten()[mine[0]])
             made.append(_next(window, part, own, int(each[mine[0]]), room))
         return cls(made, places, shape)
 
@@ -146,7 +146,7 @@ class SketchPage:
     @property
     def held(self) -> Tensor:
         """The number of slots of every row and head, int64 ``[batch, heads]``."""
-        held = torch.zeros(self.batch * self.heads, dtype=torch.int64)
+        held = torch.zeros(self.batch * self.heads, dtype=torch.int64, device="cpu")
         for number, group in enumerate(self.groups):
             held[slice(None) if self.places is None else self.places[number].cpu()] = group.size
         return held.view(self.batch, self.heads)
@@ -230,17 +230,17 @@ class SketchPage:
     def map(self, fn: Callable[[Tensor], Tensor]) -> SketchPage:
         """The page with ``fn`` (which acts on axis 0, the batch) applied, and the sketches of
         groups."""
-        source = fn(torch.arange(self.batch))
+        source = fn(torch.arange(self.batch, device="cpu"))
         shape = (len(source), self.heads)
         if self.places is None:
             (group,) = self.groups
             return SketchPage([group._replace(exact=group.exact.map(fn))], None, shape)
-        every = source.unsqueeze(1) * self.heads + torch.arange(self.heads)
+        every = source.unsqueeze(1) * self.heads + torch.arange(self.heads, device="cpu")
         every = every.flatten()
         groups, places = [], []
         for group, mine in zip(self.groups, self.places, strict=True):
-            local = torch.full((self.batch * self.heads,), -1)
-            local[mine.cpu()] = torch.arange(len(mine))
+            local = torch.full((self.batch * self.heads,), -1, device="cpu")
+            local[mine.cpu()] = torch.arange(len(mine), device="cpu")
             rows = (local[every] >= 0).nonzero().flatten()
             if not len(rows):
                 continue
@@ -329,7 +329,7 @@ def _by_budget(budgets: HeadBudgets, batch: int) -> list[Tensor]:
     rows = budgets.rows if budgets.by_row else budgets.rows * batch
     every = [one for row in rows for one in row]
     return [
-        torch.tensor([i for i, one in enumerate(every) if one == alike])
+        torch.tensor([i for i, one in enumerate(every) if one == alike], device="cpu")
         for alike in dict.fromkeys(every)
     ]
 

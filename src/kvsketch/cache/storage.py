@@ -108,7 +108,7 @@ class Price:
 
     def buys_on_average(self, tokens: int) -> float:
         """The same for one head."""
-        return float(self.buys(torch.tensor(tokens, dtype=torch.float64)))
+        return float(self.buys(torch.tensor(tokens, dtype=torch.float64, device="cpu")))
 
 
 #: The price of slots in the model's own dtype.
@@ -138,14 +138,14 @@ def choose(options: Sequence[Sequence[Curves]], budget: float) -> list[int]:
     error = error.cummin(-1).values
     cost = torch.stack([torch.stack([c.kept.reshape(-1) for c in layer]) for layer in options])
     cost = cost.double().unsqueeze(2)
-    best = torch.full((len(options),), len(options[0]) - 1)
+    best = torch.full((len(options),), len(options[0]) - 1, device="cpu")
     low, high = -60.0, 60.0  # the binary logarithm of the price
     for _ in range(_HALVINGS):
         price = (low + high) / 2
         total, level = (error + 2**price * cost).min(-1)
         taken = total.sum(-1).argmin(1)  # [layers]
         spent = cost.expand_as(error).gather(-1, level.unsqueeze(-1)).squeeze(-1)
-        paid = spent[torch.arange(len(options)), taken].mean()
+        paid = spent[torch.arange(len(options), device="cpu"), taken].mean()
         if float(paid) <= budget:
             best, high = taken, price
         else:

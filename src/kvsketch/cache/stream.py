@@ -293,7 +293,7 @@ class Stream:
             pace.budget = budget
         if bits is not None:
             pace.store(bits, self.seen)
-        size = torch.as_tensor(budget.slots(self.seen, len(self.held)))
+        size = torch.as_tensor(budget.slots(self.seen, len(self.held)), device="cpu")
         fits = bool((self.held <= size).all())
         if provisional and fits and self.compressed:
             pass  # to that bound already
@@ -341,7 +341,8 @@ class Stream:
         aim = self.pace.aim(self.seen, len(self.held), budgets, prefill, provisional)
         first = prefill or (begins and rhythm is not None)
         if begins and first and last is not None:
-            recent = int(torch.as_tensor(self.pace.schedule.recent_within(aim.budget)).min())
+            recent = self.pace.schedule.recent_within(aim.budget)
+            recent = int(torch.as_tensor(recent, device="cpu").min())
             self.errors.ask(self.open(), last, recent, self.padded)
             if self.errors.track:
                 self.errors.probe(self.slots, last, self.seen)
@@ -353,7 +354,7 @@ class Stream:
             method = self.compressor
             assert method is not None
             if rhythm is not None:  # random choices depend on this number, and not on other rows
-                method.restart(torch.full((len(self.held),), self.seen))
+                method.restart(torch.full((len(self.held),), self.seen, device="cpu"))
             page = self._slotted(method, aim, not prefill, whole)
         self._turn_to(page, aim, budgets, provisional)
         if first and not provisional:
@@ -366,7 +367,8 @@ class Stream:
         """Go on from a page that was compressed now."""
         self.page = page
         self.pace.compressed(page, aim)
-        within = torch.as_tensor(self.pace.schedule.recent_within(aim.budget))  # few leave no room
+        within = self.pace.schedule.recent_within(aim.budget)  # few leave no room
+        within = torch.as_tensor(within, device="cpu")
         self.pins.passed(self.seen, int(within.min()))
         self.scores.forget(waiting=not provisional)
         self.scores.row_bytes = self._row_bytes(budgets)

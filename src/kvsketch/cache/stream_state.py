@@ -105,7 +105,7 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
         if left > longest:
             raise reader.wrong("left", left, f"at most {longest}")
         assert stream.pace.budget is not None
-        slots = int(torch.as_tensor(stream.pace.budget.slots(seen)).max())
+        slots = int(torch.as_tensor(stream.pace.budget.slots(seen), device="cpu").max())
         if stream.pace.bits == FULL and slots > 4 * page.count + 4096:
             raise reader.wrong("budget", slots, f"about the {page.count} slots that are held")
         stream.pace.limit += page.appended

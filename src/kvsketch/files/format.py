@@ -73,7 +73,7 @@ def read(path: Path, kind: str) -> tuple[dict[str, Any], State]:
         digest = hashlib.sha256(table.raw)
         tensors = {}
         for entry in table.entries:
-            flat = torch.empty(entry.end - entry.start, dtype=torch.uint8)
+            flat = torch.empty(entry.end - entry.start, dtype=torch.uint8, device="cpu")
             if flat.numel():
                 data = _bytes_of(flat)
                 if file.readinto(data) != len(data):  # type: ignore[attr-defined]

@@ -595,7 +595,9 @@ class SketchCache(Cache):  # type: ignore[misc]
             batch = self._sketches()[0].token_shape[0]
             twin.batch_repeat_interleave(copies)
             for layer in twin._sketches():
-                layer.stream.number_rows(torch.arange(batch).repeat_interleave(copies))
+                layer.stream.number_rows(
+                    torch.arange(batch, device="cpu").repeat_interleave(copies)
+                )
         return twin
 
     def reset(self) -> None:

@@ -68,7 +68,7 @@ def measure_heads(
             )
     _, layers = models.layers_of(config)
     heads = models.kv_heads_of(config, layers[0])
-    total = torch.zeros(len(layers), heads, dtype=torch.float32)
+    total = torch.zeros(len(layers), heads, dtype=torch.float32, device="cpu")
     for ids in read:
         with _watching(model, heads, positions) as found, torch.no_grad():
             model.base_model(input_ids=ids, use_cache=False)

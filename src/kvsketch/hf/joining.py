@@ -120,8 +120,8 @@ def _budgets(a: Stream, b: Stream, window: int) -> HeadBudgets:
     rows = [_rows(stream, batch, value, told.heads) for stream in (a, b)]
     weights = (a.seen, b.seen) if isinstance(value, float) else (1, 1)  # slots, or parts of tokens
     given = [[[x.share for x in row] for row in part] for part in rows]
-    parts = torch.tensor(given, dtype=torch.float64) * torch.tensor(weights).view(2, 1, 1)
-    shares = parts.sum(0) / sum(weights)
+    first, second = torch.tensor(given, dtype=torch.float64, device="cpu")
+    shares = (weights[0] * first + weights[1] * second) / sum(weights)
     if price.fixed and isinstance(value, float):  # the cost of the slots of both, with one window
         price = replace(price, window=window)
         held = [_slots(stream, batch, told.heads) for stream in (a, b)]
@@ -140,7 +140,7 @@ def _slots(stream: Stream, batch: int, heads: int) -> torch.Tensor:
     """The slots of a stream's budgets, float64 ``[batch, heads]``."""
     budget = stream.pace.budget
     slots = stream.seen if budget is None else budget.slots(stream.seen, batch)
-    return torch.as_tensor(slots).double().expand(batch, heads)
+    return torch.as_tensor(slots, device="cpu").double().expand(batch, heads)
 
 
 def _rows(stream: Stream, batch: int, value: int | float, heads: int) -> list[Sequence[Budget]]:

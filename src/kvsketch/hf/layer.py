@@ -408,7 +408,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self.stream.map_batch(fn)
         self._unverified = [None if o is None else o.map_batch(fn) for o in self._unverified]
         if self.token_shape:  # the batch may have another size now
-            batch = fn(torch.arange(self.token_shape[0])).shape[0]
+            batch = fn(torch.arange(self.token_shape[0], device="cpu")).shape[0]
             self.token_bytes = self.token_bytes // self.token_shape[0] * batch
             self.token_shape = (batch, *self.token_shape[1:])
 

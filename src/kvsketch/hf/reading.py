@@ -239,9 +239,10 @@ def _answered(
     """A question with the model's own greedy answer from the uncompressed context, as many tokens
     in every row. The cache is unchanged: ``put_back`` does so for what is not compressed."""
     told = model.generation_config.eos_token_id
-    ends = torch.tensor(told if isinstance(told, list) else [-1 if told is None else told])
+    told = told if isinstance(told, list) else [-1 if told is None else told]
+    ends = torch.tensor(told, device="cpu")
     ids = new = part.ids
-    over = torch.zeros(len(ids), dtype=torch.bool)
+    over = torch.zeros(len(ids), dtype=torch.bool, device="cpu")
     for _ in range(ANSWER):
         seen = torch.cat([mask, torch.ones_like(ids)], dim=1)
         found = model(**_inputs(model, new, seen), **passed(model, cache), use_cache=True)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -119,7 +120,8 @@ def _turn(home: str, config: Any, neighbours: bool) -> Turn | None:
     ]
     if len(classes) != 1 or _parameters(config).get("rope_type", "default") not in FIXED:
         return None
-    rotary = classes[0](config=config)
+    with torch.device("cpu"):  # whatever the default device is
+        rotary = classes[0](config=config)
     for name in ("inv_freq", "full_attention_inv_freq"):
         found = getattr(rotary, name, None)
         if isinstance(found, Tensor) and found.dim() == 1:

@@ -277,7 +277,7 @@ def _restore_above(cache: Kept, reader: Reader, layers: int) -> None:
             heads = part.anything(str(number))
             if not isinstance(heads, list) or not all(type(x) is bool for x in heads):
                 raise part.wrong(str(number), heads, "true or false for every head")
-            cache.plan.above[number] = torch.tensor(heads, dtype=torch.bool)
+            cache.plan.above[number] = torch.tensor(heads, dtype=torch.bool, device="cpu")
     part.close()
 
 

@@ -52,12 +52,12 @@ class CompiledLowest:
         self._parts, self._count, self._described = parts, count.contiguous(), described
         first, most = parts[0], max(1, int(count.max()))
         shape = (*count.shape, most)
-        self._places = torch.empty(shape, dtype=torch.int64)
+        self._places = torch.empty(shape, dtype=torch.int64, device="cpu")
         fields = {n: _empty(*shape, few.dim) for n, few in first.packed.items()}
         fields |= {name: _empty(*shape) for name in COLUMNS if name in first.fields}
         self._run(None, most, 0, fields)
         found = Part.over(fields, {}, shape).read()
-        real = torch.arange(most) < count.unsqueeze(-1)
+        real = torch.arange(most, device="cpu") < count.unsqueeze(-1)
         self.slots = found if bool(real.all()) else found.only(real)
 
     def _run(
@@ -108,7 +108,7 @@ class CompiledLowest:
                 strict=True,
             )
         ]
-        far = torch.zeros(len(others), dtype=torch.int64)
+        far = torch.zeros(len(others), dtype=torch.int64, device="cpu")
         numbers = sizes.contiguous(), same.to(torch.int64), far
         self._run(others, self._places.shape[-1], new.count, fields, *numbers)
         return [None if bad else part for bad, part in zip(far.tolist(), others, strict=True)]
@@ -136,7 +136,7 @@ def _of_sizes(
     fields = {}
     for name in names:
         fill = 0.0 if blocks is None else EMPTY.get(name, 0.0)
-        fields[name] = torch.full(lead, fill, dtype=torch.float32)
+        fields[name] = torch.full(lead, fill, dtype=torch.float32, device="cpu")
     sizes = None if blocks is None else held
     return Part.over(fields, packed, (part.batch, part.heads, most), sizes, blocks)
 

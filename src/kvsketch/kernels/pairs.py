@@ -94,7 +94,7 @@ def grouped(
     library = native.library()
     assert library is not None
     weight, sizes, count = (t.contiguous() for t in (weight, sizes, count))
-    index, found = torch.empty(weight.shape, dtype=torch.int64), torch.empty_like(sizes)
+    index, found = torch.empty_like(weight, dtype=torch.int64), torch.empty_like(sizes)
     addresses = (t.data_ptr() for t in (points, weight, sizes, count, index, found))
     grouping = _Grouping(*addresses, *points.shape, share)
     library.kvsketch_group(ctypes.byref(grouping), native.threads())

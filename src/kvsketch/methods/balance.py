@@ -184,5 +184,5 @@ def self_balancing_walk(
     if largest > radius * (1 + 1e-6):
         raise InputError(f"radius={radius!r} is below the largest norm {largest:.6g}")
     bound = vectors.new_full((vectors.shape[0],), radius**2)
-    uniform = torch.rand(vectors.shape[:2], generator=generator, dtype=torch.float64)
+    uniform = torch.rand(vectors.shape[:2], generator=generator, dtype=torch.float64, device="cpu")
     return walk(Plain(vectors), threshold, bound, uniform.to(vectors.device))

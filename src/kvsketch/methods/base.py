@@ -320,10 +320,10 @@ class Compressor(random_numbers.Seeded, ABC):
         """A new random stream for every row and head: keys, int64 ``[batch, heads]``. Takes one
         number of the object's generator, so the number of calls must not depend on the contents of
         the rows."""
-        number = torch.tensor(random_numbers.drawn(self.generator))
+        number = torch.tensor(random_numbers.drawn(self.generator), device="cpu")
         places = self._places
         if places is None:
-            rows = torch.arange(batch) if self.rows is None else self.rows
+            rows = torch.arange(batch, device="cpu") if self.rows is None else self.rows
             places = random_numbers.places(rows.to(device), heads)
         return random_numbers.derived(number, places)
 

@@ -86,7 +86,7 @@ def _compiled(
     found = []
     for start in range(0, rows, step):
         some = slice(start, start + step)
-        formed = points.formed(torch.arange(rows)[some], places[some])
+        formed = points.formed(torch.arange(rows, device="cpu")[some], places[some])
         found.append(pairs.grouped(formed, weight[some], sizes[some], wanted[some], share))
     indices, enough = zip(*found, strict=True)
     return torch.cat(indices), torch.cat(enough)

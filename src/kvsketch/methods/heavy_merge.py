@@ -116,7 +116,7 @@ class HeavyMerge(Compressor):
     def weights_of(self, observed: Observed) -> Tensor | None:
         if not _decoded(observed, self.window):
             return None
-        newer = torch.arange(observed.queries.shape[2] - 1, -1, -1)
+        newer = torch.arange(observed.queries.shape[2] - 1, -1, -1, device="cpu")
         weights: Tensor = _RECENT / self.window * (1 - 1 / self.window) ** newer.float()
         return weights
 

@@ -25,5 +25,5 @@ def order(numbers: Tensor, descending: bool = False) -> Tensor:
     if keys.dtype == torch.float32:
         keys = (keys + 0.0).view(torch.int32).long()  # -0 becomes 0
         keys = torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys)  # of two negative floats
-    keys = (keys << 32) | torch.arange(numbers.shape[-1])
+    keys = (keys << 32) | torch.arange(numbers.shape[-1], device="cpu")
     return torch.from_numpy(np.sort(keys.detach().numpy(), axis=-1)) & 0xFFFFFFFF

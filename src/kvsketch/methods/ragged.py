@@ -120,7 +120,7 @@ def _reduced(
     if bool(reduced.all()) and layout.order is None and compressor.ragged:
         return compressor.reduce(slots.narrow(sink, n - sink - recent), layout.middle, asked_again)
     device = slots.keys.device
-    numbers = torch.arange(batch) if compressor.rows is None else compressor.rows
+    numbers = torch.arange(batch, device="cpu") if compressor.rows is None else compressor.rows
     place = places(numbers.to(device), heads).view(-1, 1)
     rows = reduced.flatten().nonzero().squeeze(1)
     budgets, sizes = (t.flatten()[rows] for t in (layout.middle, size))

@@ -67,7 +67,7 @@ class Layout:
     def _tensors(self, device: torch.device) -> list[Tensor]:
         """A row of the queries and of every tensor of the parts, as views that take no memory."""
         shape = (1, self.heads * self.group, self.queries, self.head_dim)
-        queries = torch.zeros(1, dtype=self.dtype).expand(shape)
+        queries = torch.zeros(1, dtype=self.dtype, device="cpu").expand(shape)
         return [queries, *(t for part in _shells(self, device) for t in part.contents())]
 
     def views(self, raw: Tensor) -> tuple[Page, Tensor]:

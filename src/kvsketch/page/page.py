@@ -304,7 +304,9 @@ class Page:
         held, grown = page.held, page.exact.count - page._kept
         every = page._base if page.sizes is None else page.sizes
         own = page.exact.held - grown  # sinks and recent window
-        fits = grown >= 0 and bool((held.cpu() - grown == torch.as_tensor(every).cpu()).all())
+        fits = grown >= 0 and bool(
+            (held.cpu() - grown == torch.as_tensor(every, device="cpu")).all()
+        )
         first = None if page._first is None else page._first.squeeze(-1).cpu()
         if not fits or (first is not None and bool((own.cpu() < first).any())):
             raise reader.wrong("base", page._base, "the slots of the parts together")

@@ -190,7 +190,7 @@ class Part:
     def held(self) -> Tensor:
         """Slots of every row and head, int64 ``[batch, heads]``."""
         if self.sizes is None:
-            return torch.full((self.batch, self.heads), self.count)
+            return torch.full((self.batch, self.heads), self.count, device="cpu")
         return self.sizes + self.appended
 
     def even(self, name: str) -> Tensor:

@@ -83,7 +83,8 @@ class Schedule:
         less, least = budget - above, self.least(budget)
         if isinstance(less, int) and isinstance(least, int):
             return max(less, least, 1)
-        return torch.maximum(torch.as_tensor(less), torch.as_tensor(least)).clamp(min=1)
+        both = (torch.as_tensor(each, device="cpu") for each in (less, least))
+        return torch.maximum(*both).clamp(min=1)
 
     def rhythm(self, budget: int) -> Rhythm:
         """The tokens at which a layer is compressed that has read nothing yet, if all heads have

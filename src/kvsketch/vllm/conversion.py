@@ -85,7 +85,7 @@ def converted(
     early = saved.compressed and last <= rhythm.first
     if early or asked > known or _held(last, seen, rhythm) >= rhythm.slots:
         last, asked = 0 if seen <= settings.whole(context) else seen, 0
-    rows, squeezed, first = {}, "", torch.zeros(1, dtype=torch.int64)
+    rows, squeezed, first = {}, "", torch.zeros(1, dtype=torch.int64, device="cpu")
     for number, layout in layouts.items():
         before, page = saved.pages[number], None
         slots = _slots(before, heads, layout)
@@ -93,7 +93,7 @@ def converted(
             given = number, rhythm.first, seen - last
             page, less = _compressed(before, slots, heads, layout, settings, *given)
             squeezed = squeezed or (less and f"layer {number}: {less}")
-        raw = torch.zeros(1, layout.bytes, dtype=torch.uint8)
+        raw = torch.zeros(1, layout.bytes, dtype=torch.uint8, device="cpu")
         target, waiting = layout.views(raw)
         for part in target.open():
             clear(part, first)
@@ -133,7 +133,7 @@ def page_of(
     start = rhythm.first if last else held
     sink, recent = (0, 0) if method is None else method.around
     between = int(States(np.array([last])).filled(rhythm, max(layout.middle, default=0))[0])
-    page = pages.rows(torch.tensor([0]), start, sink, recent, between)
+    page = pages.rows(torch.tensor([0], device="cpu"), start, sink, recent, between)
     if page.middle is not None:  # of heads one after the other; in 16 bits, in one part
         assert method is not None
         room, slots = page.held.cpu(), page.read(exactly=True)
@@ -172,7 +172,9 @@ def _slots(page: Page, heads: slice, layout: Layout) -> Slots:
     if found != (layout.heads, layout.head_dim, layout.value_dim):
         raise InputError(f"the file has heads of another shape {found} than the model's pages")
     if slots.score is None:
-        slots = replace(slots, score=torch.zeros(slots.keys.shape[:3], dtype=torch.float32))
+        slots = replace(
+            slots, score=torch.zeros(slots.keys.shape[:3], dtype=torch.float32, device="cpu")
+        )
     return replace(slots, positions=None)
 
 
@@ -194,7 +196,7 @@ def _compressed(
         first: slots in the window after a compression.
         since: tokens in the window since then.
     """
-    room = torch.full(slots.keys.shape[:2], first + since)
+    room = torch.full(slots.keys.shape[:2], first + since, device="cpu")
     if layout.middle:
         room += layout.sizes(1, torch.device("cpu"))
     live = (slots.masses() != 0).sum(-1)

@@ -107,7 +107,7 @@ class Saver:
         for number, layer in page_layers(self._config).items():
             layout, kept = layout_of(layer, dtype), cache._sketches()[number]
             page, queries = page_of(rows[number], layout, last, seen, settings, engine.context)
-            token = torch.empty(1, layout.heads, 1, layout.head_dim, dtype=dtype)
+            token = torch.empty(1, layout.heads, 1, layout.head_dim, dtype=dtype, device="cpu")
             kept.lazy_initialization(token, token)
             kept.stream.held_page, kept.stream.seen = page, seen
             if queries.shape[2]:

@@ -62,8 +62,8 @@ def write_window(
     """
     # From the start of a block: a kernel reads whole ones, which must be finite.
     before = (seen - window.count) % size
-    places = torch.arange(seen - window.count - before, seen)
-    slots = torch.tensor(blocks)[places // size] * size + places % size
+    places = torch.arange(seen - window.count - before, seen, device="cpu")
+    slots = torch.tensor(blocks, device="cpu")[places // size] * size + places % size
     cache: Tensor = layer.kv_cache
 
     def tokens(tensor: Tensor) -> Tensor:

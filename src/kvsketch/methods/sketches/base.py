@@ -79,7 +79,7 @@ class Sketch(random_numbers.Seeded, ABC):
         self.state: dict[str, Tensor] = {}
         self.meta: dict[str, Any] = {}
         # Of one call: the number that its random numbers come from, and each head's next stream.
-        self._number, self._next = 0, torch.zeros(0, 0, dtype=torch.int64)
+        self._number, self._next = 0, torch.zeros(0, 0, dtype=torch.int64, device="cpu")
 
     @classmethod
     @abstractmethod
@@ -276,7 +276,7 @@ class Sketch(random_numbers.Seeded, ABC):
             where: bool ``[batch, heads]``, the heads that use one, which may depend only on their
                 own state; the streams of the others are undefined. None: all.
         """
-        found = random_numbers.derived(torch.tensor(self._number), self._next)
+        found = random_numbers.derived(torch.tensor(self._number, device="cpu"), self._next)
         self._next = self._next + (1 if where is None else where)
         return found
 

@@ -119,8 +119,12 @@ def try_state(sketch: Any, token: dict[str, Any]) -> None:
     dtypes = FLOATS[token["keys"]], FLOATS[token["values"]]
     shape = (token["batch"], token["heads"], 1)
     sizes = token["head_dim"], token["value_dim"]
-    keys, values = (torch.zeros(*shape, n, dtype=d) for n, d in zip(sizes, dtypes, strict=True))
-    positions = torch.zeros(shape, dtype=torch.float32) if token["positions"] else None
+    keys, values = (
+        torch.zeros(*shape, n, dtype=d, device="cpu") for n, d in zip(sizes, dtypes, strict=True)
+    )
+    positions = (
+        torch.zeros(shape, dtype=torch.float32, device="cpu") if token["positions"] else None
+    )
     new = Slots(keys, values, positions=positions)
     twin, fresh = copy.deepcopy(sketch), copy.deepcopy(sketch)
     twin.meta["token"] = {**token, "device": "cpu"}

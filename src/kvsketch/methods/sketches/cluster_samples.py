@@ -125,7 +125,7 @@ class ClusterSamples(Sketch):
         if self.delta is None:
             delta = _least_distance(first, live[:, :, :_BLOCK])
         else:
-            delta = torch.full((batch, heads), float(self.delta), dtype=torch.float64)
+            delta = torch.full((batch, heads), float(self.delta), dtype=torch.float64, device="cpu")
         self.state["delta"] = delta.to(new.keys.device)
         self.state["count"] = first.new_zeros(batch, heads, 0, dtype=torch.float64)
         self.state["center"] = first.new_zeros(batch, heads, 0, dim)

@@ -83,7 +83,7 @@ class SubGen(ClusterSamples):
         super().widen(like)
         assert isinstance(like, SubGen)
         if like.s > self.s and self.state:
-            number = torch.arange(like.s) % self.s
+            number = torch.arange(like.s, device="cpu") % self.s
             samples = self.get("sample")
             self.put("sample", samples.map(lambda t: t[:, :, number.to(t.device)].contiguous()))
         self.s = max(self.s, like.s)
