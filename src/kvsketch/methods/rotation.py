@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvsketch.pieces import at_once
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -32,14 +34,20 @@ class Turn:
             by = by.to(keys.device, torch.float64).unsqueeze(-1)
         angle = frequencies * by
         cos, sin = (f(angle).to(torch.promote_types(keys.dtype, torch.float32)) for f in _BOTH)
-        a, b, rest = self._parts(keys)
-        a, b = a.to(cos.dtype), b.to(cos.dtype)
-        lead = (a[..., 0] + cos[..., 0]).shape
+        lead = (keys[..., 0] + cos[..., 0]).shape
         turned = keys.new_empty((*lead, keys.shape[-1]))
-        first, second, same = self._parts(turned)
-        first.copy_(a * cos - b * sin)
-        second.copy_(b * cos + a * sin)
-        same.copy_(rest)
+        pieces = [(turned, keys)]
+        if cos.dim() == 1 and keys.dim() > 1 and keys.numel():  # through the processor's cache
+            step = max(1, at_once(keys, _PIECE) * keys.shape[-2] // keys.numel())
+            places = [slice(at, at + step) for at in range(0, keys.shape[-2], step)]
+            pieces = [(turned[..., some, :], keys[..., some, :]) for some in places]
+        for to, piece in pieces:
+            first, second, same = self._parts(to)
+            a, b, rest = self._parts(piece)
+            a, b = a.to(cos.dtype), b.to(cos.dtype)
+            first.copy_(a * cos - b * sin)
+            second.copy_(b * cos + a * sin)
+            same.copy_(rest)
         return turned
 
     def norms(self, keys: Tensor) -> Tensor:
@@ -59,3 +67,5 @@ class Turn:
 
 
 _BOTH = (torch.cos, torch.sin)
+# Numbers that are rotated at a time on a CPU.
+_PIECE = 1 << 17

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <utility>
 #include <vector>
 #if defined(__x86_64__)
@@ -587,18 +588,28 @@ struct Turn {
   int64_t all;
 };
 
+// Memory that begins with a line of the cache: numbers that lie across two take twice as long.
+template <typename T>
+struct Lines {
+  using value_type = T;
+  Lines() = default;
+  template <typename U>
+  Lines(const Lines<U>&) {}
+  T* allocate(size_t n) { return (T*)::operator new(n * sizeof(T), std::align_val_t(64)); }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+  bool operator==(const Lines&) const { return true; }
+  bool operator!=(const Lines&) const { return false; }
+};
+using Room = std::vector<float, Lines<float>>;
+
 // Working memory of a thread.
 struct Memory {
-  struct Line {
-    alignas(64) float floats[16];
-  };
-  std::vector<Line> working, results;
+  Room working, results, sums;
   std::vector<int64_t> numbers;
-  std::vector<float> sums;
 
-  static float* atleast(std::vector<Line>& lines, size_t floats) {
-    if (lines.size() * 16 < floats) lines.resize((floats + 15) / 16);
-    return lines.data()->floats;
+  static float* atleast(Room& room, size_t floats) {
+    if (room.size() < floats) room.resize(floats);
+    return room.data();
   }
 };
 thread_local Memory memory;
@@ -890,10 +901,8 @@ void receive(const Turn& turn, int64_t row, int64_t head) {
   const int64_t rounds = (turn.each + most_queries - 1) / most_queries;
   const int some = (int)((turn.each + rounds - 1) / rounds);  // as many queries in every round
   const int wide = (int)padded_to(some);
-  std::vector<float>& room = memory.sums;
   const size_t need = (size_t)blocks * (BLOCK * (some + 1) + wide) + 3 * wide;
-  if (room.size() < need) room.resize(need);
-  float *sums = room.data(), *kept = sums + blocks * BLOCK;
+  float *sums = Memory::atleast(memory.sums, need), *kept = sums + blocks * BLOCK;
   float *greatest = kept + (size_t)blocks * BLOCK * some, *total = greatest + blocks * wide;
   float *most = total + wide, *of_block = most + wide;
   std::fill_n(sums, blocks * BLOCK, 0.0f);

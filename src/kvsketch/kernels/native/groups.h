@@ -19,7 +19,7 @@ constexpr int PAIR_BLOCK = 256;  // slots among which pairs are searched, as _PA
 
 // Working memory of a thread that groups.
 struct Rounds {
-  std::vector<float> room, points, weight, cost;
+  Room room, points, weight, cost;
   std::vector<int32_t> partner, root, number, edges;
 };
 thread_local Rounds of_thread;
@@ -62,7 +62,7 @@ bool merge_cheapest(int size, int merges, Rounds& now) {
 
 // The slots after a round: the weighted mean of every group and the sum of its weights, at its number.
 void merged(const float* points, int size, int dim, int left, float* out, Rounds& now) {
-  std::vector<float> weight(left, 0.0f);
+  Room weight(left, 0.0f);
   std::vector<int32_t> members(left, 0);
   std::fill(out, out + (size_t)left * dim, 0.0f);
   for (int i = 0; i < size; i++)

@@ -80,7 +80,7 @@ inline void rows_of_pairs(const float* points, const float* turned, const float*
 // The lowest cost of each of ``size`` slots and its partner; infinity and any for a slot of weight 0
 // and for one without others.
 void pairs_of_block(const float* points, const float* weight, int size, int dim, float* lowest,
-                    int32_t* with, std::vector<float>& room) {
+                    int32_t* with, Room& room) {
   const int wide = (size + W - 1) / W * W;
   constexpr float infinity = std::numeric_limits<float>::infinity();
   room.resize((size_t)wide * (dim + 4));

@@ -20,18 +20,26 @@ constexpr int NEAR = 32;     // keys whose scores with all of them are computed 
 
 constexpr double LOG2E = 1.44269504088896340736;
 
-// 2^x for x <= 0, to 1 unit in the last place or so; nearly 0 below -126.
+inline vf larger(vf x, vf y) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)x, (__m512)y);
+#else
+  return x > y ? x : y;
+#endif
+}
+
+// 2^x for x <= 0, to a few units in the last place; nearly 0 below -126.
 inline vf power(vf x) {
 #if defined(__AVX512F__)
-  x = x > -126.0f ? x : all(-126.0f);
-  const vf n = _mm512_roundscale_ps((__m512)x, 0), r = x - n;
-  vf p = all(1.54035304e-4f);
-  p = p * r + 1.33335581e-3f;
+  x = larger(x, all(-126.0f));
+  constexpr float whole = 3 << 22;  // beside it, floats are whole numbers
+  const vf n = x + whole, r = x - (n - whole);
+  vf p = all(1.33335581e-3f);
   p = p * r + 9.61812911e-3f;
   p = p * r + 5.55041087e-2f;
   p = p * r + 2.40226507e-1f;
   p = p * r + 6.93147181e-1f;
-  return _mm512_scalef_ps((__m512)(p * r + 1.0f), (__m512)n);
+  return (vf)((vi)(p * r + 1.0f) + ((vi)n << 23));
 #else
   return exped(x * (float)(1 / LOG2E));
 #endif
@@ -43,12 +51,13 @@ inline float largest(vf x) {
   return found;
 }
 
-inline bool any(vi x) {
+inline bool any_above(vf x, float limit) {
 #if defined(__AVX512F__)
-  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+  return _mm512_cmp_ps_mask((__m512)x, (__m512)all(limit), _CMP_GT_OQ) != 0;
 #else
+  const vi above = x > limit;
   int32_t found = 0;
-  for (int k = 0; k < W; k++) found |= x[k];
+  for (int k = 0; k < W; k++) found |= above[k];
   return found != 0;
 #endif
 }
@@ -120,9 +129,15 @@ class Products {
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    add(asking, high + at * chunks * DEPTH);
-    if (queries_low) add(asking_low, high + at * chunks * DEPTH);
-    if (keys_low) add(asking, low + at * chunks * DEPTH);
+    __asm__ volatile("" ::: "memory");  // nor what these read
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+      take(high + at * chunks * DEPTH, chunk);
+      add(asking, chunk);
+      if (queries_low) add(asking_low, chunk);
+      if (!keys_low) continue;
+      take(low + at * chunks * DEPTH, chunk);
+      add(asking, chunk);
+    }
     constexpr int across = NEAR * sizeof(float);
     float* below = out + SIDE * NEAR;
     _tile_stored(0, out, across);
@@ -133,19 +148,20 @@ class Products {
   }
 
  private:
-  void add(const uint16_t* queries, const uint16_t* keys) const {
-    __asm__ volatile("" ::: "memory");  // nor what these read
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
-      constexpr int across = DEPTH * sizeof(uint16_t);
-      _tile_loadd(4, queries + chunk * TILE, across);
-      _tile_loadd(5, queries + (chunks + chunk) * TILE, across);
-      _tile_loadd(6, keys + chunk * TILE, across);
-      _tile_loadd(7, keys + (chunks + chunk) * TILE, across);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+  void take(const uint16_t* keys, int64_t chunk) const {
+    constexpr int across = DEPTH * sizeof(uint16_t);
+    _tile_loadd(6, keys + chunk * TILE, across);
+    _tile_loadd(7, keys + (chunks + chunk) * TILE, across);
+  }
+
+  void add(const uint16_t* queries, int64_t chunk) const {
+    constexpr int across = DEPTH * sizeof(uint16_t);
+    _tile_loadd(4, queries + chunk * TILE, across);
+    _tile_loadd(5, queries + (chunks + chunk) * TILE, across);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
   }
 };
 
@@ -187,15 +203,15 @@ class Products {
 
 #endif
 
-void shares_of_row(const Shares& given, int64_t row, std::vector<float>& room) {
+void shares_of_row(const Shares& given, int64_t row) {
   const int64_t size = given.size, count = given.count, dim = given.dim;
   const int64_t across = (size + NEAR - 1) / NEAR * NEAR;
   constexpr float infinity = std::numeric_limits<float>::infinity();
   const size_t own = Products::room(across, dim);
-  room.resize(own + (size_t)across * (ASKING + 2));
-  float *scores = room.data() + own, *most = scores + across * ASKING;
+  float* room = Memory::atleast(memory.sums, own + (size_t)across * (ASKING + 2));
+  float *scores = room + own, *most = scores + across * ASKING;
   float* extra = most + across;  // after the last key, no share
-  Products products(given.keys + row * size * dim, size, across, dim, room.data());
+  Products products(given.keys + row * size * dim, size, across, dim, room);
   const float scaling = (float)(given.scaling * LOG2E);  // scores are to base 2
   for (int64_t i = 0; i < size; i++)
     extra[i] = given.log_mass ? given.log_mass[row * size + i] * (float)LOG2E : 0.0f;
@@ -215,9 +231,9 @@ void shares_of_row(const Shares& given, int64_t row, std::vector<float>& room) {
         vf x[NEAR / W], top = all(-infinity);
         for (int i = 0; i < NEAR / W; i++) {
           x[i] = load(near + r * NEAR + i * W) * scaling + load(extra + at + i * W);
-          top = x[i] > top ? x[i] : top;
+          top = larger(x[i], top);
         }
-        if (any(top > high[r])) {
+        if (any_above(top, high[r])) {
           const float before = high[r];
           high[r] = largest(top);
           sum[r] *= power(all(before - high[r]));
@@ -232,15 +248,14 @@ void shares_of_row(const Shares& given, int64_t row, std::vector<float>& room) {
     }
     for (int64_t at = 0; at < across; at += NEAR) {
       const float* near = scores + at * ASKING;
-      for (int i = 0; i < NEAR; i += W) {
-        vf best = all(-infinity);
-        for (int r = 0; r < asking; r++) {
-          const vf x = load(near + r * NEAR + i) * scaling - less[r];
-          best = x > best ? x : best;
-        }
-        best += load(extra + at + i);
-        const vf before = load(most + at + i);
-        store(most + at + i, best > before ? best : before);
+      vf best[NEAR / W];
+      for (int i = 0; i < NEAR / W; i++) best[i] = all(-infinity);
+      for (int r = 0; r < asking; r++)
+        for (int i = 0; i < NEAR / W; i++)
+          best[i] = larger(load(near + r * NEAR + i * W) * scaling - less[r], best[i]);
+      for (int i = 0; i < NEAR / W; i++) {
+        float* to = most + at + i * W;
+        store(to, larger(best[i] + load(extra + at + i * W), load(to)));
       }
     }
   }
@@ -252,7 +267,7 @@ void share_out(void* given) {
   for (;;) {
     const int64_t row = shares.next.fetch_add(1);
     if (row >= shares.rows) return;
-    shares_of_row(shares, row, memory.sums);
+    shares_of_row(shares, row);
   }
 }
 
