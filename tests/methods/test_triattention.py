@@ -353,3 +353,11 @@ def test_each_is_rotated_by_its_own_number(neighbours: bool) -> None:
     assert turn.norms(keys).shape[-1] == 6
     torch.testing.assert_close(turn.norms(keys).square().sum(-1), keys.square().sum(-1))
     assert turn(keys.bfloat16(), 3).dtype == torch.bfloat16
+
+
+def test_many_are_rotated_in_pieces() -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 3, 5003, 10, generator=generator)[:, :, 2:].bfloat16()
+    turn = Turn(torch.tensor([1.0, 0.3, 0.02]), neighbours=False)
+    assert torch.equal(turn(keys, 7), turn(keys, torch.full(keys.shape[:3], 7)))
+    assert turn(keys[:, :, :0], 7).shape == (2, 3, 0, 10)
