@@ -731,6 +731,40 @@ def test_a_prompt_that_a_graph_reads_is_asked_again(llama: Any) -> None:
         assert all(cache.summary()["allocation"] == "global" for cache in caches)
 
 
+class Reused(torch.fx.Interpreter):
+    """Runs a graph and overwrites what an operation was given, as Inductor's graphs do."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if "kvsketch" not in str(target):
+            return super().call_function(target, args, kwargs)
+        memory = [tensor.clone(memory_format=torch.contiguous_format) for tensor in args[:3]]
+        found = super().call_function(target, (*memory, *args[3:]), kwargs)
+        for tensor in memory:
+            tensor.fill_(1e3)
+        return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "h2o", "budget": 130},
+        pytest.param({"budget": 0.25}, marks=pytest.mark.slow),
+        pytest.param({"budget": 0.4, "allocation": "measured"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_graph_may_use_its_memory_again(llama: Any, settings: dict[str, Any]) -> None:
+    """Queries and tokens wait until all layers were read, or until later tokens."""
+    torch._dynamo.reset()
+    backend = lambda graph, _: Reused(graph).run  # noqa: E731
+    compiled = torch.compile(llama.forward, backend=backend, fullgraph=True)
+    caches = [SketchCache(llama.config, **WINDOW, **settings) for _ in range(2)]
+    for step, q in enumerate((120, *[1] * 30, 7)):
+        with torch.no_grad():
+            ours = compiled(ids_of(1, q, step), past_key_values=caches[0], use_cache=True).logits
+        torch.testing.assert_close(ours, forward(llama, ids_of(1, q, step), caches[1]))
+
+
 def test_a_graph_serves_many_caches_and_refuses_one_that_is_gone(llama: Any) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(llama.forward, backend="eager", fullgraph=True)

@@ -118,6 +118,8 @@ def _attend(
         raise UnsupportedError(
             "a compiled graph was called with a SketchCache that no longer exists"
         )
+    # What waits for later tokens or layers must not lie in memory that the graph uses again.
+    query, key, value = (tensor.clone() for tensor in (query, key, value))
     keys, values = held.take(key, value, layer)
     found = held.layers[layer]
     interface.close(found)  # its kernel will not be requested
