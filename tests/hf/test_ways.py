@@ -731,6 +731,40 @@ def test_a_prompt_that_a_graph_reads_is_asked_again(llama: Any) -> None:
         assert all(cache.summary()["allocation"] == "global" for cache in caches)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"budget": 0.25},
+        {"budget": 40},
+        {"budget": 0.25, "bits": 16},
+        {"tolerance": 0.1},
+        {"method": "cluster_merge", "budget": 0.25, "allocation": "measured"},
+        {"method": "h2o", "budget": 30},
+    ],
+    ids=str,
+)
+def test_a_chunk_may_be_padding_alone(llama: Any, settings: dict[str, Any]) -> None:
+    """As the first one of a long padded prompt: there is nothing to measure or to compress yet."""
+    ids, mask = ids_of(2, 260), torch.ones(2, 260, dtype=torch.int64)
+    mask[0, :130] = mask[1, :140] = 0
+    cache, whole = (SketchCache(llama.config, **WINDOW, **settings) for _ in range(2))
+    chunked = greedy(llama, ids, cache, 30, attention_mask=mask, prefill_chunk_size=130)
+    assert cache.get_seq_length() == 289
+    greedy(llama, ids, whole, 30, attention_mask=mask)
+    assert cache.nbytes() <= 1.2 * whole.nbytes()
+    assert chunked.shape == (2, 290)
+    exact = SketchCache(llama.config, budget=1.0, bits=16)
+    theirs = greedy(llama, ids, DynamicCache(config=llama.config), 30, attention_mask=mask)
+    ours = greedy(llama, ids, exact, 30, attention_mask=mask, prefill_chunk_size=130)
+    assert torch.equal(ours, theirs)
+    empty = SketchCache(llama.config, **WINDOW, **settings)
+    forward(llama, ids[:, :99], empty, attention_mask=torch.zeros(2, 99, dtype=torch.int64))
+    tokens = torch.cat([torch.zeros(2, 99), torch.ones(2, 30)], 1).long()
+    for i in range(30):
+        found = forward(llama, ids[:, i : i + 1], empty, attention_mask=tokens[:, : 100 + i])
+        assert bool(found.isfinite().all())
+
+
 class Reused(torch.fx.Interpreter):
     """Runs a graph and overwrites what an operation was given, as Inductor's graphs do."""
 

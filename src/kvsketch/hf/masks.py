@@ -64,11 +64,12 @@ class Masks:
         live: bool ``[batch, tokens]`` of the tokens seen, False for padding; None: all are real.
         settled: whether tokens were compressed: padding then stays padding. Before that, the newest
             mask decides.
+        blank: whether all tokens seen are padding, as in the first chunk of a long padded prompt.
     """
 
     def __init__(self) -> None:
         self.live: Tensor | None = None
-        self.settled = False
+        self.settled = self.blank = False
         self._last: tuple[Any, int, View] | None = None
 
     def read(self, mask: Any, batch: int, q: int, seen: int) -> View:
@@ -92,6 +93,7 @@ class Masks:
         visible = _visible(mask, batch, q, seen)
         view = self._unmasked(q, seen) if visible is None else self._masked(visible, q, seen)
         self.live = view.live
+        self.blank = self.live is not None and not bool(self.live.any())
         self._last = (mask, seen, view)
         return view
 
@@ -147,7 +149,7 @@ class Masks:
 
     def reset(self) -> None:
         self.live = self._last = None
-        self.settled = False
+        self.settled = self.blank = False
 
     def cut(self, tokens: int) -> None:
         """Keep only the first ``tokens`` tokens."""
