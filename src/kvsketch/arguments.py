@@ -6,11 +6,11 @@ The cache itself repeats them; a test checks that both raise the same messages.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 
 from kvsketch.budget import ALLOCATIONS, Budget
-from kvsketch.errors import InputError, unknown_name
+from kvsketch.errors import InputError, check_seed, unknown_name
 from kvsketch.method_names import METHOD_NAMES, unknown_method
 
 PREFILL_MODES = ("exact", "streaming")
@@ -74,10 +74,7 @@ def check_arguments(
 def check_types(seed: object, options: object, keep: object) -> None:
     """Raise InputError unless a seed is an int, the options of a method are named, and what is to
     be kept is a collection of known names."""
-    if isinstance(seed, bool) or not isinstance(seed, Integral):
-        raise InputError(f"seed={seed!r} must be an int")
-    if not -(2**63) <= int(seed) < 2**63:
-        raise InputError(f"seed={seed} must fit into 64 bits")
+    check_seed(seed)
     if options is not None and not isinstance(options, Mapping):
         raise InputError(
             f"options={options!r} must be a dict of the method's own arguments by name, such as "

@@ -34,6 +34,14 @@ def at_least(name: str, value: object, least: int) -> int:
     return int(value)
 
 
+def check_seed(seed: object) -> None:
+    """Raise InputError unless a seed is a whole number of 64 bits."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise InputError(f"seed={seed!r} must be an int")
+    if not -(2**63) <= int(seed) < 2**63:
+        raise InputError(f"seed={seed} must fit into 64 bits")
+
+
 def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> InputError:
     """The error for a name that is not in a registry; it suggests the nearest one."""
     names = sorted(allowed)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.errors import InputError
+from kvsketch.errors import InputError, check_seed
 from kvsketch.state import Reader, State
 
 # Numbers made at a time: 256 kB.
@@ -32,6 +32,16 @@ _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _Mix = tuple[int, int, int, int, int]
 _NUMBERS: _Mix = (30, 0xBF58476D1CE4E5B9 - (1 << 64), 27, 0x94D049BB133111EB - (1 << 64), 31)
 _KEYS: _Mix = (33, 0xFF51AFD7ED558CCD - (1 << 64), 33, 0xC4CEB9FE1A85EC53 - (1 << 64), 33)
+
+
+def generator(seed: int) -> torch.Generator:
+    """A generator on the CPU, so that a seed gives the same numbers for keys on any device.
+
+    Raises:
+        InputError: the seed is no whole number of 64 bits.
+    """
+    check_seed(seed)
+    return torch.Generator().manual_seed(int(seed))
 
 
 def drawn(generator: torch.Generator) -> int:

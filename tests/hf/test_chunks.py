@@ -92,3 +92,13 @@ def test_a_later_chunk_is_compressed_if_it_fills_the_buffer(model, chunk, held):
     # The buffer of 4 slots is full: compressed to three buffers below the budget.
     after = 20 - 3 * 4 if chunk == 3 else held + 1
     assert [layer["slots"] for layer in cache.summary()["layers"]] == [after, after]
+
+
+def test_a_prompt_shorter_than_announced_is_told_of_once(model):
+    with pytest.warns(UserWarning, match="waits for a prompt of 100 tokens.* are 41:") as said:
+        answer(model, 40, SketchCache(model.config, "snapkv", **SETTINGS, prefill=100), new=9)
+    assert len([w for w in said if "waits for" in str(w.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for length in (40, 41):  # the last token may be a chunk of its own
+            answer(model, 40, SketchCache(model.config, "snapkv", **SETTINGS, prefill=length))

@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvsketch
 from families import VOCABULARY, build
-from kvsketch import InputError, SketchCache
+from kvsketch import METHODS, InputError, SketchCache
+from kvsketch.documents.answering import Sampling
 from tiny_model import tiny_tokenizer
 
 
@@ -170,6 +171,18 @@ def test_what_is_no_model_or_mask_is_refused(llama: Any) -> None:
 def test_a_seed_is_an_int(llama: Any, seed: Any) -> None:
     with pytest.raises(InputError, match=f"seed={seed!r} must be an int"):
         SketchCache(llama.config, seed=seed)
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1], ids=repr)
+def test_a_seed_has_64_bits(llama: Any, seed: int) -> None:
+    makers = (
+        lambda: SketchCache(llama.config, seed=seed),
+        lambda: METHODS["uniform"](seed=seed),
+        lambda: Sampling(seed=seed),
+    )
+    for make in makers:
+        with pytest.raises(InputError, match=f"seed={seed} must fit into 64 bits"):
+            make()
 
 
 @pytest.mark.parametrize("options", [[1], "window"], ids=repr)

@@ -7,8 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
+from kvsketch import random_numbers
 from kvsketch.cache.windowed_sketch import WindowedSketch
 from kvsketch.errors import InputError
 from kvsketch.methods.base import Compressor
@@ -44,7 +43,7 @@ def windowed(
             raise InputError(f"options={options!r}: give them to {cls.__name__} itself")
         twin = copy.deepcopy(method)
         twin.seed = method.seed + seed
-        twin.generator = torch.Generator().manual_seed(twin.seed)
+        twin.generator = random_numbers.generator(twin.seed)
         return _within(twin, sink, recent)
     try:
         if issubclass(cls, Compressor):

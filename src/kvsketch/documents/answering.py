@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.documents.document import Document
-from kvsketch.errors import InputError
+from kvsketch.errors import InputError, check_seed
 from kvsketch.hf import SketchCache
 from kvsketch.hf.passing import passed
 
@@ -33,6 +33,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < 100:
             raise InputError(f"temperature={self.temperature!r} must be a number from 0 to 100")
+        check_seed(self.seed)
 
     def chooser(self) -> Callable[[Tensor], Tensor]:
         """Logits ``[rows, vocabulary]`` to ids ``[rows, 1]``."""

@@ -345,6 +345,8 @@ class SketchCache(Cache):  # type: ignore[misc]
         q = key_states.shape[2] if key_states.dim() == 4 else 0
         if q > 1 and layer is self._first:
             self._chunks.note(q, layer.get_seq_length(), self._forward.masks.settled)
+        elif q == 1 and layer is self._first and layer.holds:
+            self._chunks.wait(layer.get_seq_length() + 1, layer.settings.prompt_length or 0)
         self._forward.begin(layer_idx)
         try:
             if q > 1 and self.max_positions is not None:

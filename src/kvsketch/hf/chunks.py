@@ -22,6 +22,7 @@ class Chunks:
     def __init__(self, watched: bool) -> None:
         self._watched = watched
         self._size = 0  # of all forwards so far; 0: they differ
+        self._told = False
 
     def note(self, tokens: int, before: int, compressed: bool) -> None:
         """A forward of several tokens begins.
@@ -48,3 +49,17 @@ class Chunks:
                 UserWarning,
                 stacklevel=3,
             )
+
+    def wait(self, tokens: int, length: int) -> None:
+        """A forward of one token begins, after which there are ``tokens``; a prompt of ``length``
+        was announced."""
+        if self._told or tokens >= length:
+            return
+        self._told = True
+        warnings.warn(
+            f"SketchCache(prefill={length}) waits for a prompt of {length} tokens, and tokens come "
+            f"one by one when there are {tokens}: nothing is compressed until there are {length}. "
+            "Give prefill= the number of tokens that the prompt has",
+            UserWarning,
+            stacklevel=4,
+        )

@@ -107,7 +107,7 @@ class Compressor(random_numbers.Seeded, ABC):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         # On the CPU for keys on any device, so that a seed gives the same numbers everywhere.
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = random_numbers.generator(seed)
 
     def compress(
         self,
@@ -266,7 +266,8 @@ class Compressor(random_numbers.Seeded, ABC):
         """
 
     def reset(self) -> None:
-        """Remove all per-row state and renumber the rows."""
+        """Remove all per-row state and renumber the rows; the random stream starts again."""
+        self.generator.manual_seed(self.seed)
         self.rows = None
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:

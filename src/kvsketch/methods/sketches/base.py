@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import random_numbers
-from kvsketch.errors import InputError
+from kvsketch.errors import InputError, check_seed
 from kvsketch.files.format import read, write
 from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.sketches import checks
@@ -66,8 +66,7 @@ class Sketch(random_numbers.Seeded, ABC):
         cls.parameters = tuple(p for p in inspect.signature(cls).parameters if p != "seed")
 
     def __init__(self, seed: int = 0) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise InputError(f"seed={seed!r} must be an int")
+        check_seed(seed)
         self.seed = seed
         self.reset()
 
