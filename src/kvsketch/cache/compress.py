@@ -54,9 +54,8 @@ def compress(
     held, sizes = page.held.cpu(), None
     fits = held <= limit
     if bits != FULL and (bool(fits.all()) or isinstance(limit, Tensor)):
-        budget = torch.where(
-            fits, held, held.clamp(max=budget)
-        )  # what fits is only stored in fewer bits
+        less = held.clamp(max=budget)
+        budget = torch.where(fits, held, less)  # what fits is only stored in fewer bits
     elif page.sizes is not None:
         budget = held.clamp(max=budget)
     # Also where nothing is reduced: of every head its own slots come first.

@@ -64,12 +64,11 @@ class Masks:
         live: bool ``[batch, tokens]`` of the tokens seen, False for padding; None: all are real.
         settled: whether tokens were compressed: padding then stays padding. Before that, the newest
             mask decides.
-        blank: whether all tokens seen are padding, as in the first chunk of a long padded prompt.
     """
 
     def __init__(self) -> None:
         self.live: Tensor | None = None
-        self.settled = self.blank = False
+        self.settled = False
         self._last: tuple[Any, int, View] | None = None
 
     def read(self, mask: Any, batch: int, q: int, seen: int) -> View:
@@ -93,9 +92,13 @@ class Masks:
         visible = _visible(mask, batch, q, seen)
         view = self._unmasked(q, seen) if visible is None else self._masked(visible, q, seen)
         self.live = view.live
-        self.blank = self.live is not None and not bool(self.live.any())
         self._last = (mask, seen, view)
         return view
+
+    @property
+    def blank(self) -> bool:
+        """Whether all tokens seen are padding, as in the first chunk of a long padded prompt."""
+        return not self.settled and self.live is not None and not bool(self.live.any())
 
     def _before(self, seen: int, like: Tensor) -> Tensor:
         """The tokens known so far, ``[batch, seen]``; those not known yet are real."""
@@ -149,7 +152,7 @@ class Masks:
 
     def reset(self) -> None:
         self.live = self._last = None
-        self.settled = self.blank = False
+        self.settled = False
 
     def cut(self, tokens: int) -> None:
         """Keep only the first ``tokens`` tokens."""
