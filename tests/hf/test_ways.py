@@ -749,14 +749,8 @@ def test_a_chunk_may_be_padding_alone(llama: Any, settings: dict[str, Any]) -> N
     mask[0, :130] = mask[1, :140] = 0
     cache, whole = (SketchCache(llama.config, **WINDOW, **settings) for _ in range(2))
     chunked = greedy(llama, ids, cache, 30, attention_mask=mask, prefill_chunk_size=130)
-    assert cache.get_seq_length() == 289
-    greedy(llama, ids, whole, 30, attention_mask=mask)
+    assert torch.equal(chunked, greedy(llama, ids, whole, 30, attention_mask=mask))
     assert cache.nbytes() <= 1.2 * whole.nbytes()
-    assert chunked.shape == (2, 290)
-    exact = SketchCache(llama.config, budget=1.0, bits=16)
-    theirs = greedy(llama, ids, DynamicCache(config=llama.config), 30, attention_mask=mask)
-    ours = greedy(llama, ids, exact, 30, attention_mask=mask, prefill_chunk_size=130)
-    assert torch.equal(ours, theirs)
     empty = SketchCache(llama.config, **WINDOW, **settings)
     forward(llama, ids[:, :99], empty, attention_mask=torch.zeros(2, 99, dtype=torch.int64))
     tokens = torch.cat([torch.zeros(2, 99), torch.ones(2, 30)], 1).long()

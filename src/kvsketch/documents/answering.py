@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsketch import random_numbers
 from kvsketch.documents.document import Document
 from kvsketch.errors import InputError, check_seed
 from kvsketch.hf import SketchCache
@@ -39,7 +40,7 @@ class Sampling:
         """Logits ``[rows, vocabulary]`` to ids ``[rows, 1]``."""
         if self.temperature == 0:
             return lambda logits: logits.argmax(-1, keepdim=True)
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = random_numbers.generator(self.seed)
 
         def choose(logits: Tensor) -> Tensor:
             chances = (logits.float() / self.temperature).softmax(-1).cpu()

@@ -187,7 +187,7 @@ class Forward:
 
     def _settle(self, layer: SketchLayer, observed: Observed | None, prefill: bool) -> None:
         stream = layer.stream
-        hold = layer.holds or self.reading is not None or self.masks.blank
+        hold = layer.holds or self.reading is not None or (prefill and self.masks.blank)
         sampled = self.reading is not None and self.reading.echoed > 0
         scores = stream.scores
         if prefill and scores.echo is not None and not (sampled or self.plan.asks_again(stream)):

@@ -106,7 +106,6 @@ class Compressor(random_numbers.Seeded, ABC):
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-        # On the CPU for keys on any device, so that a seed gives the same numbers everywhere.
         self.generator = random_numbers.generator(seed)
 
     def compress(

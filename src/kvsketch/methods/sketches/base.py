@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import random_numbers
-from kvsketch.errors import InputError, check_seed
+from kvsketch.errors import InputError
 from kvsketch.files.format import read, write
 from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.sketches import checks
@@ -66,14 +66,12 @@ class Sketch(random_numbers.Seeded, ABC):
         cls.parameters = tuple(p for p in inspect.signature(cls).parameters if p != "seed")
 
     def __init__(self, seed: int = 0) -> None:
-        check_seed(seed)
         self.seed = seed
         self.reset()
 
     def reset(self) -> None:
         """Remove all tokens; parameters are kept and the random stream starts again."""
-        # On the CPU for keys on any device, so that a seed gives the same numbers everywhere.
-        self.generator = torch.Generator().manual_seed(self.seed)
+        self.generator = random_numbers.generator(self.seed)
         self.seen = 0
         self.state: dict[str, Tensor] = {}
         self.meta: dict[str, Any] = {}
