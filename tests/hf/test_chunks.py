@@ -24,11 +24,11 @@ def ids(tokens: int) -> torch.Tensor:
     return torch.arange(tokens).remainder(60).unsqueeze(0) + 1
 
 
-def answer(model, tokens: int, cache: SketchCache, new: int = 2, **options) -> torch.Tensor:
-    mask = torch.ones(1, tokens, dtype=torch.long)
+def answer(model, text: int | torch.Tensor, cache: SketchCache, new: int = 2, **options):
+    text = ids(text) if isinstance(text, int) else text
     return model.generate(
-        ids(tokens),
-        attention_mask=mask,
+        text,
+        attention_mask=torch.ones_like(text),
         past_key_values=cache,
         max_new_tokens=new,
         min_new_tokens=new,
@@ -60,8 +60,8 @@ def test_a_chat_is_no_prompt_in_chunks(model):
     cache = SketchCache(model.config, **SETTINGS)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "SketchCache.prefill")
-        answer(model, 40, cache, new=3)
-        answer(model, 82, cache, new=3)  # a second turn of 40 tokens
+        said = answer(model, 40, cache, new=3)
+        answer(model, torch.cat([said, ids(39)], 1), cache, new=3)  # a turn of 40 unread tokens
         cache.reset()
         for tokens in (30, 12):  # a context, and the question after it
             model(ids(tokens), past_key_values=cache)

@@ -1490,6 +1490,17 @@ def test_compressing_refuses_before_it_changes_anything(llama: Any) -> None:
     assert vars(llama) == before
 
 
+def test_continuous_batching_is_refused_in_it(llama: Any) -> None:
+    """It brings a cache of its own, so that nothing would be compressed."""
+    before, prompts = dict(vars(llama)), ids_of(2, 40).tolist()
+    with kvsketch.compressing(llama, "snapkv", **SMALL):
+        with kvsketch.compressing(llama, budget=0.5):
+            pass
+        with pytest.raises(UnsupportedError, match="generate_batch"):
+            llama.generate_batch(prompts, max_new_tokens=2)
+    assert vars(llama) == before
+
+
 def test_compressing_is_undone_after_an_exception(llama: Any) -> None:
     before = dict(vars(llama))
     with pytest.raises(ZeroDivisionError), kvsketch.compressing(llama, "snapkv", **SMALL):

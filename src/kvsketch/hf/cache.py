@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from kvsketch.hf.chunks import Chunks
 from kvsketch.hf.compaction import compact, pin
 from kvsketch.hf.decoding import Decoding
 from kvsketch.hf.forward import Forward
+from kvsketch.hf.history import History
 from kvsketch.hf.hybrid_layer import HybridSketchLayer
 from kvsketch.hf.identity import Origin
 from kvsketch.hf.latent import LatentSketchLayer
@@ -129,9 +130,9 @@ class SketchCache(Cache):  # type: ignore[misc]
         seed: seed of all random choices.
 
     A cache continues its own text. ``generate`` is given the ids of all that the cache has seen,
-    followed by new ones, and transformers passes on only the new ones. Another text is refused if
-    it is not longer than what was read (without padding), and cannot be noticed if it is: call
-    ``reset``, or make a new cache for it.
+    followed by new ones, and transformers passes on only the new ones. Another text is refused:
+    call ``reset``, or make a new cache for it. (Of tokens that neither ``generate`` nor ``prefill``
+    has read, and of a cache from a file, only their number is known.)
 
     More of a text that is read after a compression, and takes at most half of the slots, waits for
     the next forward (methods with an echo, exact prefill). If that decodes a token, the part is a
@@ -177,7 +178,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         self.about: dict[str, Any] = {}
         self._marks: dict[str, Any] = {}  # identify the model of a cache that was loaded
         #: the model, known from ``generate``, ``prefill`` and ``compressing``
-        self.origin = Origin()
+        self.origin, self.history = Origin(), History()
         self._tokenizer: str | None = None
         if not isinstance(config, PretrainedConfig):
             raise InputError(f"config must be the model's config, got {type(config).__name__}")
@@ -379,6 +380,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             )
         self._forward.leave_inference_mode()
         self._forward.crop(tokens)
+        self.history.cut(seen + tokens)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As ``Cache.get_mask_sizes``: masks are made over all tokens seen. In a second reading of
@@ -398,20 +400,23 @@ class SketchCache(Cache):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._forward.settle_part(answers=True)
         super().reorder_cache(beam_idx)
-        self._decoding = None  # which holds the pages before
-        self._forward.masks.map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
+        self._map_rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._forward.settle_part(answers=True)
         super().batch_repeat_interleave(repeats)
-        self._decoding = None
-        self._forward.masks.map_batch(lambda t: t.repeat_interleave(repeats, dim=0))
+        self._map_rows(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._forward.settle_part(answers=True)
         super().batch_select_indices(indices)
-        self._decoding = None
-        self._forward.masks.map_batch(lambda t: t[indices.to(t.device)])
+        self._map_rows(lambda t: t[indices.to(t.device)])
+
+    def _map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``fn``, which acts on axis 0, the batch, to what the layers do not hold."""
+        self._decoding = None  # which holds the pages before
+        self._forward.masks.map_batch(fn)
+        self.history.map_batch(fn)
 
     def nbytes(self) -> int:
         """Bytes of all tensors in the cache now: keys, values, masses, scores, queries that wait
@@ -604,7 +609,7 @@ class SketchCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Remove all tokens; settings are kept."""
-        self._decoding, self.origin = None, Origin()
+        self._decoding, self.origin, self.history = None, Origin(), History()
         self._forward.reset()
 
     def __repr__(self) -> str:

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvsketch.errors import InputError
+from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.hf.cache import SketchCache
 from kvsketch.hf.identity import Origin
 from kvsketch.hf.passing import given, passed, passed_to_generate
@@ -25,7 +25,8 @@ def compressing(model: PreTrainedModel, *args: Any, **settings: Any) -> Iterator
 
     This works through ``pipeline`` and any library that calls ``model.generate``. A call that
     passes a cache, or ``use_cache=False``, is not changed. The model itself is, and so
-    are the calls of other threads.
+    are the calls of other threads. Continuous batching (``generate_batch``), which makes a cache of
+    its own, is refused inside the block.
 
     Args:
         model: a transformers causal language model, also compiled or with PEFT's adapters.
@@ -78,6 +79,7 @@ def compressing(model: PreTrainedModel, *args: Any, **settings: Any) -> Iterator
     block = _Block(vars(model).get("generate"))
     generating._kvsketch_block = block  # type: ignore[attr-defined]
     model.generate = generating
+    model.init_continuous_batching = _refused
     hook = model.register_forward_pre_hook(calling, with_kwargs=True)
     try:
         yield caches
@@ -90,6 +92,15 @@ def compressing(model: PreTrainedModel, *args: Any, **settings: Any) -> Iterator
                 del model.generate
             else:
                 model.generate = last.before
+        if last is None:
+            vars(model).pop("init_continuous_batching", None)
+
+
+def _refused(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        "continuous batching (generate_batch) makes a cache of its own, which compressing cannot "
+        "replace: call generate, or serve the model with vLLM and kvsketch's plugin"
+    )
 
 
 @dataclass

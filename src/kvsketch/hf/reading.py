@@ -181,6 +181,7 @@ def prefill(
                 forward.masks.cut(tokens)
                 bar.advance(count)
             forward.finish_reading(sampled(parts))
+            cache.history.passed(input_ids, None, 0)
         except BaseException:
             forward.reading = None
             cache.reset()
