@@ -167,6 +167,14 @@ def test_what_is_not_known_is_not_compared(
     answered(llama, between(llama, cache, text), cache)
 
 
+def test_a_text_that_was_refused_was_not_read(llama: Any) -> None:
+    cache, text = one_turn(llama)
+    too_long = torch.cat([text, ids_of(2, llama.config.max_position_embeddings, seed=3)], 1)
+    with pytest.raises(InputError, match="beyond the model's"):
+        answered(llama, too_long, cache)
+    answered(llama, changed(text, READ + ANSWER + 2), cache)
+
+
 def test_the_callers_ids_may_change_afterwards(llama: Any) -> None:
     cache = SketchCache(llama.config, budget=0.5)
     ids = ids_of(1, READ)
