@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvsketch import Observed, Slots
 from kvsketch.budget import Budget, Schedule
@@ -64,10 +65,12 @@ def sketch_of(method: object) -> Sketch | None:
 
 def parts_of(stream: Stream) -> list[tuple[Slots, object]]:
     """The slots of a stream, each with its method, which has the sketch if there is one. Heads of
-    different size are separate."""
+    different size are separate, and have masses only if the stream stores them."""
     if isinstance(stream.page, SketchPage) and stream.page.places is not None:
         return [(group.slots, group.window) for group in stream.page.groups]
     held, slots = stream.held, stream.slots
+    if slots.mass is not None and bool(((slots.mass == 0) | (slots.mass == 1)).all()):
+        slots = replace(slots, mass=None)  # heads of different size are read with dead slots
     # A sketch outside the page is counted with its whole state, of all heads at once; its heads
     # need not hold equally many slots.
     if sketch_of(stream.method) is not None or bool((held == slots.count).all()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from benchmarks import (
     kl,
     longeval,
     markdown,
+    measuring,
     model_families,
     options,
     page,
@@ -300,6 +302,22 @@ def test_a_sketch_in_a_cache_is_counted_with_its_state(packaged, method):
         around = layer.stream.slots.count - window.sketch.slots.count
         found.append(state_bytes(window.sketch) + around * counted.token)
     assert counted.bytes == pytest.approx(sum(found) / len(found))
+
+
+def test_masses_count_where_they_are_stored(packaged):
+    """Heads of different size are read with dead slots, which take no memory."""
+    model, prompt = packaged
+    for method, bits in itertools.product(("h2o", "heavy_merge"), (16, 4)):
+        budget = bits / 80  # few enough that something goes
+        cache = SketchCache(model.config, method, budget=budget, bits=bits, allocation="global")
+        prompts.prefill(model, prompt, cache)
+        streams = [layer.stream for layer in cache.layers]
+        assert any(len(set(stream.held[0].tolist())) > 1 for stream in streams)
+        for stream in streams:
+            held = [part.fields for part in (stream.page.exact, stream.page.middle) if part]
+            stored = any("log_mass" in fields for fields in held)
+            assert stored is (method == "heavy_merge")
+            assert all((s.mass is not None) is stored for s, _ in measuring.parts_of(stream))
 
 
 def compressed_as(packaged, label):

@@ -440,7 +440,7 @@ def test_cut_off_at_any_byte_the_old_file_stays(
     def dies(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("os.replace", dies)
+    monkeypatch.setattr(Path, "replace", dies)
     with pytest.raises(KeyboardInterrupt):
         _write(path, 2)
     monkeypatch.undo()
