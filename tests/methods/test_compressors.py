@@ -88,6 +88,23 @@ def test_every_method_keeps_the_budget_and_its_windows(
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("decoding", [False, True])
+def test_methods_that_keep_tokens_say_so(method, decoding):
+    """Their slots are tokens as they were, of mass 1: a budget in few bits need not pay for masses.
+    Of all others some slot is none."""
+    made, slots = make(method), random_slots(0, 60)
+    for budget in (16, torch.tensor([[16, 20], [31, 12]])):
+        out = made.compress(slots, budget, observed(1, slots.count), decoding=decoding)
+        live = alive(out)
+        same = (out.keys.unsqueeze(3) == slots.keys.unsqueeze(2)).all(-1)
+        same &= (out.values.unsqueeze(3) == slots.values.unsqueeze(2)).all(-1)
+        same = same.any(-1) & (out.masses() == 1)
+        assert bool(same[live].all()) or not made.keeps_tokens
+        if method not in ("cam", "d2o", "kcenter"):  # which may have nothing to merge here
+            assert bool(same[live].all()) is made.keeps_tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_same_seed_same_bytes(method):
     slots = random_slots(0, 50)
     first, second = (run(method, slots, 20, seed=7) for _ in range(2))

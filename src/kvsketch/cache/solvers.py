@@ -276,11 +276,15 @@ def fitting(
 
 
 def price_of(stream: Stream, bits: Bits, itemsize: int | None) -> Price:
-    """The price of a stream's slots in bits that were not measured. Each slot counts with a mass,
-    and with a score if the method has one."""
+    """The price of a stream's slots in bits that were not measured. Each slot counts with a score
+    if the method has one, and with a mass unless it keeps tokens as they are; if the prefill
+    streams, always, as in the pages of an engine."""
     if bits == FULL:
         return PLAIN
     slots, window = stream.parted.newest(1), stream.pace.window(bits, stream.seen)
-    columns = set(slots.tensors()) - {"keys", "values"} | {"mass"}
+    columns = set(slots.tensors()) - {"keys", "values"}
+    method = stream.compressor
+    if method is None or not method.keeps_tokens or stream.pace.streaming:
+        columns |= {"mass"}
     columns |= {"score"} if stream.method.requires.queries else set()
     return Price.of(slots, bits, sum(window), len(columns), itemsize)

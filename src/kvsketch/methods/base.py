@@ -53,6 +53,9 @@ class Compressor(random_numbers.Seeded, ABC):
     #: distinct budget
     ragged: ClassVar[bool] = False
 
+    #: whether its slots are some of the tokens as they are, with a mass of 1, which is not stored
+    keeps_tokens: ClassVar[bool] = False
+
     #: how ``SketchCache`` spends a budget unless told: "even", or "measured" where it lowers errors
     allocation: ClassVar[str] = "even"
 

@@ -45,6 +45,8 @@ class Merging(H2O):
     """Base class of methods that keep the same tokens as H2O, including sinks and recent window. A
     subclass merges the evicted tokens into them (``merged``)."""
 
+    keeps_tokens = False
+
     @abstractmethod
     def merged(self, evicted: Evicted, decoding: bool) -> Slots:
         """The kept slots, with the evicted ones merged into them.

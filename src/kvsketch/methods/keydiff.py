@@ -25,6 +25,7 @@ class KeyDiff(Compressor):
     name = "keydiff"
     paper = "Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction (2504.15364)"
     ragged = True
+    keeps_tokens = True
 
     def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         return keep_top(slots, -similarity(slots), budget)

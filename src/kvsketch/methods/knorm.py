@@ -20,6 +20,7 @@ class KNorm(Compressor):
     name = "knorm"
     paper = "Devoto et al., A Simple and Effective L2 Norm-Based Strategy (2406.11430)"
     ragged = True
+    keeps_tokens = True
 
     def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         dtype = compute_dtype(slots.keys.dtype)

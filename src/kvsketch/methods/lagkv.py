@@ -40,6 +40,7 @@ class LagKV(Compressor):
     name = "lagkv"
     paper = "Liang et al., LagKV: Lag-Relative Information of the KV Cache (2504.04704)"
     ragged = True
+    keeps_tokens = True
 
     def __init__(self, lag: int = 128, seed: int = 0) -> None:
         super().__init__(seed)

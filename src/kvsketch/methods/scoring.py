@@ -23,6 +23,7 @@ class Scoring(Compressor):
 
     requires = Requirements(queries=True)
     ragged = True
+    keeps_tokens = True
 
     @abstractmethod
     def scores(self, slots: Slots, observed: Observed) -> Tensor:

@@ -22,6 +22,7 @@ class StreamingLLM(Compressor):
     name = "streaming_llm"
     paper = "Xiao et al., Efficient Streaming Language Models with Attention Sinks (2309.17453)"
     ragged = True
+    keeps_tokens = True
 
     def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         live = slots.live()
