@@ -510,6 +510,28 @@ def test_short_prompts_wait_and_ints_do_not(llama):
     assert share.summary()["layers"][0]["compressed"]
 
 
+def test_a_budget_in_few_bits_is_spent(llama):
+    """Slots pay for masses only where they are stored. The pages of an engine have them always, and
+    what streams holds as many slots as these."""
+    slots = {}
+    for method in ("snapkv", "knorm", "heavy_merge"):
+        for prefill in ("exact", "streaming"):
+            settings = {"allocation": "even", "bits": 4, "prefill": prefill, "recent": 8}
+            cache = SketchCache(llama.config, method, budget=80, **settings)
+            with torch.no_grad():
+                llama(ids_of(1, 500), past_key_values=cache, use_cache=True)
+            page = cache.layers[0].stream.page
+            heads, width = (cache.layers[0].stream.slots.keys.shape[i] for i in (1, 3))
+            slots[method, prefill] = page.middle.count
+            if prefill == "exact":
+                few = [t for one in page.middle.packed.values() for t in one.tensors()]
+                own = [t for part in page.open() for t in part.fields.values()]
+                spent = sum(t.nbytes for t in few + own) / heads
+                assert 0.96 < spent / (80 * 2 * width * 4) < 1.01
+    assert slots["knorm", "exact"] > slots["snapkv", "exact"] > slots["heavy_merge", "exact"]
+    assert slots["snapkv", "streaming"] == slots["heavy_merge", "streaming"]
+
+
 def test_decoding_alone_reaches_the_plan(llama):
     for goal in ({"budget": 0.5}, {"budget": 90}, {"tolerance": 0.5}):
         cache = SketchCache(llama.config, **goal, **PLAIN)
