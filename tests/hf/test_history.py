@@ -4,6 +4,7 @@ text that begins otherwise would be answered wrongly, without a word."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +143,36 @@ def test_a_prefilled_context_and_a_question(llama: Any) -> None:
     with pytest.raises(InputError, match=rf"{OTHER}: token {READ - 1} of"):
         answered(llama, changed(text, READ - 1), cache)
     answered(llama, text, cache)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_file_says_which_texts_were_read(llama: Any, tmp_path: Path, rows: int) -> None:
+    cache, text = one_turn(llama, rows)
+    cache.save(tmp_path / "one.kvs")
+    loaded = SketchCache.load(tmp_path / "one.kvs", llama)
+    loaded.save(tmp_path / "two.kvs")
+    assert (tmp_path / "two.kvs").read_bytes() == (tmp_path / "one.kvs").read_bytes()
+    for place in (0, READ + ANSWER - 2):
+        with pytest.raises(InputError, match=rf"with the 205 tokens .* \(row {rows - 1}\)"):
+            answered(llama, changed(text, place), loaded)
+    expected = answered(llama, text, cache)
+    assert torch.equal(answered(llama, text, loaded), expected)
+    with pytest.raises(InputError, match=OTHER):
+        answered(llama, changed(torch.cat([expected, text[:, :3]], 1), 0), loaded)
+
+
+def test_a_loaded_cache_whose_rows_change_is_not_compared(llama: Any, tmp_path: Path) -> None:
+    cache, text = one_turn(llama)
+    cache.save(tmp_path / "one.kvs")
+    loaded = SketchCache.load(tmp_path / "one.kvs", llama)
+    loaded.reorder_cache(torch.tensor([1, 0]))
+    answered(llama, text.flip(0), loaded)
+    whole = SketchCache(llama.config, budget=1.0)
+    text = answered(llama, ids_of(2, READ), whole)
+    whole.save(tmp_path / "whole.kvs")
+    loaded = SketchCache.load(tmp_path / "whole.kvs", llama)
+    loaded.crop(-3)
+    answered(llama, changed(text, READ + ANSWER - 2), loaded)
 
 
 def forwarded(model: Any, cache: SketchCache, text: torch.Tensor) -> torch.Tensor:

@@ -42,11 +42,18 @@ def mark_of(header: dict[str, Any]) -> Mark:
         InputError: it does not say which tokens it holds.
     """
     about = header.get("about")
-    said = about.get("ids") if isinstance(about, dict) else None
-    count, digest = (said.get("count"), said.get("sha256")) if isinstance(said, dict) else (0, "")
-    if type(count) is not int or count < 1 or not isinstance(digest, str) or len(digest) != 64:
+    found = said_mark(about.get("ids") if isinstance(about, dict) else None)
+    if found is None:
         raise InputError(
             "the file does not say which tokens it holds: it is older, or was appended to, merged "
             "or saved after a chat; compress the whole text again with `kvsketch compress`"
         )
+    return found
+
+
+def said_mark(said: Any) -> Mark | None:
+    """What ``told`` has written, or None if this is nothing of the kind."""
+    count, digest = (said.get("count"), said.get("sha256")) if isinstance(said, dict) else (0, "")
+    if type(count) is not int or count < 1 or not isinstance(digest, str) or len(digest) != 64:
+        return None
     return count, digest

@@ -132,7 +132,7 @@ class SketchCache(Cache):  # type: ignore[misc]
     A cache continues its own text. ``generate`` is given the ids of all that the cache has seen,
     followed by new ones, and transformers passes on only the new ones. Another text is refused:
     call ``reset``, or make a new cache for it. (Of tokens that neither ``generate`` nor ``prefill``
-    has read, and of a cache from a file, only their number is known.)
+    has read only their number is known.)
 
     More of a text that is read after a compression, and takes at most half of the slots, waits for
     the next forward (methods with an echo, exact prefill). If that decodes a token, the part is a

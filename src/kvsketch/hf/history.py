@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from kvsketch.errors import InputError
+from kvsketch.files.tokens import Mark, marks, said_mark, told
 from kvsketch.hf.checks import BEHIND
+
+OTHERWISE = (
+    "To continue, pass the ids of all that was read and generated, as they were, followed by new "
+    "ones: a chat template may change earlier turns, a text that is encoded anew may become other "
+    "tokens, and after a beam search the rows of a cache are its beams. For another text make a "
+    "new SketchCache, or call reset()"
+)
 
 
 class History:
@@ -20,11 +29,12 @@ class History:
     together, so that a token spans both.
 
     It holds the ids that ``generate`` made for its last step, 8 bytes a token, which are not
-    counted among the bytes of a cache.
+    counted among the bytes of a cache. A file holds their hashes.
     """
 
     def __init__(self) -> None:
         self._ids: Tensor | None = None  # [batch, tokens]; there may be more than were read
+        self._marks: list[Mark] = []  # of all rows, from a file
         self._unseen = True  # whether this call of ``generate`` has yet to show its text
         self._assisted = False
 
@@ -67,6 +77,13 @@ class History:
 
     def _check(self, ids: Tensor, seen: int) -> None:
         known = self._ids
+        if known is None and len(self._marks) == len(ids):
+            for row, mark in enumerate(self._marks):
+                if marks(ids[row, : mark[0]].tolist(), mark[:1]) != [mark]:
+                    raise InputError(
+                        f"the text does not begin with the {mark[0]} tokens that this cache had "
+                        f"read when it was saved (row {row}). {OTHERWISE}"
+                    )
         if known is None or len(known) != len(ids):
             return
         count = min(seen, known.shape[1])
@@ -77,18 +94,29 @@ class History:
                 f"the text is not the one that this cache has read: token {place} of {seen} is "
                 f"{int(ids[row, place])} and was {int(known[row, place])}"
                 + (f" (row {row})" if len(ids) > 1 else "")
-                + ". To continue, pass the ids of all that was read and generated, as they were, "
-                "followed by new ones: a chat template may change earlier turns, a text that is "
-                "encoded anew may become other tokens, and after a beam search the rows of a cache "
-                "are its beams. For another text make a new SketchCache, or call reset()"
+                + f". {OTHERWISE}"
             )
 
     def cut(self, tokens: int) -> None:
         """Only the first tokens are left."""
         if self._ids is not None:
             self._ids = self._ids[:, :tokens]
+        if any(count > tokens for count, _ in self._marks):
+            self._marks = []
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``fn``, which acts on axis 0, the batch."""
+        self._marks = []
         if self._ids is not None:
             self._ids = fn(self._ids)
+
+    def told(self, seen: int) -> list[dict[str, Any]]:
+        """What a file says of the texts of a cache that has seen so many tokens, for ``read``."""
+        if self._ids is not None:
+            return [told(ids) for ids in self._ids[:, :seen].tolist()]
+        return [{"count": count, "sha256": digest} for count, digest in self._marks]
+
+    def read(self, said: Any) -> None:
+        """Of a cache from a file that says this; without it, its texts are not known."""
+        found = [said_mark(row) for row in said] if isinstance(said, list) else []
+        self._marks = [mark for mark in found if mark is not None]

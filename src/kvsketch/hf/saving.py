@@ -19,6 +19,7 @@ from kvsketch.files import container
 from kvsketch.files.format import read, write
 from kvsketch.hf import accounting, identity, models
 from kvsketch.hf.forward import Forward
+from kvsketch.hf.history import History
 from kvsketch.hf.hybrid_layer import HybridSketchLayer
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.other_layers import (
@@ -51,6 +52,7 @@ class Kept(Protocol):
     _forward: Forward
     _marks: dict[str, Any]
     origin: identity.Origin
+    history: History
     _tokenizer: str | None
 
     def summary(self) -> dict[str, Any]: ...
@@ -69,6 +71,7 @@ def save(cache: Kept, path: str | Path, tokenizer: Any, about: Mapping[str, Any]
         "tokenizer": cache._tokenizer,
         "summary": summary_of(cache),
         "about": dict(cache.about if about is None else about),
+        "texts": cache.history.told(cache._forward.tokens),
     }
     if tokenizer is not None:
         identity.check_tokenizer(cache._tokenizer, tokenizer)
@@ -93,6 +96,7 @@ def load(
         raise type(error)(f"{str(path)!r}: {error}") from error
     cache.about = about if isinstance(about, dict) else {}
     cache._tokenizer = header.get("tokenizer")
+    cache.history.read(header.get("texts"))
     assert isinstance(told, dict)
     known = {name: told.get(name) for name in ("layers", "weights", "dtype")}
     cache._marks = {name: mark for name, mark in known.items() if mark is not None}
