@@ -69,7 +69,10 @@ def replaced(before: dict[str, Any], later: dict[str, Any], control: list[str]) 
     rows += [row for row in later["results"] if row["method"] not in known]
     names = [*before["methods"], *(name for name in new if name not in before["methods"])]
     run = {name: later[name] for name in RUN}
-    again = {"methods": new, "control": control, "differences": differences, **run}
+    earlier = before.get("again", {})  # rows that were replaced before, on the same hardware
+    kept = earlier["methods"] if earlier.get("hardware") == run["hardware"] else []
+    rows_of = [*(name for name in kept if name not in new), *new]
+    again = {"methods": rows_of, "control": control, "differences": differences, **run}
     return {**before, "methods": names, "results": rows, "again": again}
 
 

@@ -42,6 +42,9 @@ def test_only_changed_methods_are_replaced_and_the_others_compared():
     assert "`heavy_merge`, `tova` are from a later run of kvsketch 1, on Q." in said
     assert "For `snapkv`, the two runs differ by at most 0.0625 in `relative_error`." in said
     assert "later" not in made_with(before)
+    for processor, names in (("Q", ["heavy_merge", "tova", "h2o"]), ("R", ["h2o"])):
+        last = result({"h2o": 0.25}, hardware={"processor": processor})
+        assert replace_rows.replaced(found, last, [])["again"]["methods"] == names
 
 
 @pytest.mark.parametrize(
