@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -389,19 +390,24 @@ def _write(path: Path, value: int) -> None:
     write(path, "test", {}, State(tensors, {"value": value}))
 
 
-def _kill(path: Path, delays: list[float]) -> set[int]:
-    """Kill one writer after each delay; returns the numbers that filled the file afterwards."""
-    found = set()
+def _kill(path: Path, shares: list[float]) -> set[int]:
+    """Kill one writer after each share of the time that writing takes, which depends on what else
+    the machine does; returns the numbers that filled the file afterwards."""
+    found, took = set(), []
+    for _ in range(5):
+        begun = time.perf_counter()
+        _write(path, 1)
+        took.append(time.perf_counter() - begun)
     command = [sys.executable, "-c", _WRITER, str(path)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as writers:
         assert writers.stdin is not None
         assert writers.stdout is not None
-        for number, delay in enumerate(delays, 2):
+        for number, share in enumerate(shares, 2):
             print(number, file=writers.stdin, flush=True)
             writer = int(writers.stdout.readline())
-            threading.Event().wait(delay)
+            threading.Event().wait(share * sorted(took)[2])
             os.kill(writer, signal.SIGKILL)
             assert writers.stdout.readline() == "over\n"
             found.add(_whole(path))
@@ -412,7 +418,7 @@ def _kill(path: Path, delays: list[float]) -> set[int]:
 def test_a_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / "file.kvs"
     _write(path, 1)
-    assert _kill(path, [0.001, 0.007]) <= {1, 2, 3}
+    assert _kill(path, [0.1, 0.7]) <= {1, 2, 3}
 
 
 @pytest.mark.slow
@@ -421,8 +427,8 @@ def test_fifty_killed_writers_leave_a_whole_file(tmp_path: Path) -> None:
 
     path, rng = tmp_path / "file.kvs", random.Random(0)
     _write(path, 1)
-    found = _kill(path, [rng.random() * 0.03 for _ in range(50)])
-    assert len(found) > 10  # some writers finished, others did not
+    found = _kill(path, [rng.random() * 3 for _ in range(50)])
+    assert len(found) > 5  # some writers finished, others did not
     # only temporary files are left
     assert all(p.name.endswith(".tmp") for p in tmp_path.iterdir() if p != path)
 
