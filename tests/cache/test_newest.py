@@ -452,3 +452,22 @@ def test_a_copy_does_not_share_scores(llama: Any) -> None:
         layer.stream.scores.fold(layer.stream.page)
     for layer, old in zip(twin._sketches(), before, strict=True):
         assert torch.equal(layer.stream.page.middle.fields["score"], old)
+
+
+@pytest.mark.parametrize("mass", [False, True])
+def test_masses_are_stored_only_where_slots_have_some(mass: bool) -> None:
+    """Slots that keep tokens have none; those in files of kvsketch before that was so do."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([[60, 50], [40, 60]])
+    slots = slots_of(generator, 2, 60, mass).only(torch.arange(60) < sizes.unsqueeze(-1))
+    page = Page(slots, sizes, 8, Bits(4, 4), 2, 6)
+    page.append(slots_of(generator, 2, 8, False))
+    budget = page.held - 8
+    newest = compress.Newest.of(page, budget, around=(2, 6), room=8)
+    assert newest is not None
+    (found,) = compress.compress_newest(HeavyMerge(share=1.0), [newest])
+    assert found is not None
+    assert ("log_mass" in found.middle.fields) is mass
+    if mass:  # new tokens alone have a mass of 1
+        masses = found.middle.read(torch.float32).masses()
+        assert int((masses - 1).abs().lt(1e-6).sum(-1).max()) <= 8

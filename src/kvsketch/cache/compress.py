@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -167,6 +167,8 @@ def compress_newest(method: Compressor, newest: Sequence[Newest]) -> Sequence[Pa
         kept = method.reduce(together, wanted.to(device), False)
     else:
         kept = method.compress(together, wanted, sink=0, recent=0, scored=True, decoding=True)
+    if method.keeps_tokens and not any("log_mass" in part.fields for part in middles):
+        kept = replace(kept, mass=None)  # which says no more than the numbers do
     between = old.exchanged(kept, count.to(device))
     end = Slots.cat([tokens.narrow(0, sink), tokens.narrow(sink + left, recent)])
     batch = len(newest[0].lowest)

@@ -225,9 +225,14 @@ class Pace:
         elif not prefill:
             room = self.buffer(seen)
             budget = self.schedule.below(budget, room, budgets.price.slot, budgets.price.whole)
-            if isinstance(limit, Tensor):  # heads that keep every token have no use for room
-                budget = torch.where(limit >= seen, limit, budget)
-            elif self.schedule.few_bits and limit >= seen:
+            # Heads that keep every token have no use for room. In few bits, the tokens until the
+            # next compression must fit, too, in a budget that does not grow with them.
+            all_until, fixed = seen, isinstance(budgets.value, int)
+            if self.schedule.few_bits and fixed:
+                all_until += self.schedule.period * room
+            if isinstance(limit, Tensor):
+                budget = torch.where(limit >= all_until, limit, budget)
+            elif self.schedule.few_bits and limit >= all_until:
                 budget = limit
             if self.schedule.few_bits:  # new tokens cost more bytes than the slots they become
                 limit = budget

@@ -38,6 +38,7 @@ def stream_state(stream: Stream) -> State:
             "bytes": stream.scores.row_bytes,
             "compressed": stream.compressed,
             "asked_again": stream.scores.asked_again,
+            "asked_whole": stream.scores.asked_whole,
             "pins": stream.pins.values(),
             "rhythm": stream.pace.rhythm is not None,
             "left": stream.pace.limit - (page.appended if stream.compressed else 0),
@@ -113,6 +114,9 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
     stream.pace.resume(page)
     if reader.has("asked_again"):  # not in older files
         stream.scores.asked_again = reader.flag("asked_again")
+        stream.scores.asked_whole = stream.scores.asked_again
+    if reader.has("asked_whole"):  # likewise
+        stream.scores.asked_whole = reader.flag("asked_whole")
     if reader.has("read_again"):  # in a few files, of no effect any more
         reader.flag("read_again")
     if reader.has("queries"):

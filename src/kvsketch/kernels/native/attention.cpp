@@ -211,7 +211,7 @@ struct Lanes : Vectors<V> {
   }
 };
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #define KV_IN_PLACE 1
 // Slots in few bits that are read as they are: every number is used as soon as it is a float, which
 // saves a store where several queries use it.
@@ -232,13 +232,15 @@ struct Codes {
 
   static bool fit(const Side& side) {
     const int64_t bytes = side.groups * side.width / 2;
-    return side.kind == BITS && side.width % 16 == 0 && (BITS == 8 || bytes % 16 == 0);
+    if (BITS == 8 && W != 16) return false;  // a tile is as fast
+    return side.kind == BITS && side.width % W == 0 && (BITS == 8 || bytes % W == 0);
   }
 
   // A slot's numbers of one group, those in the lower (SHIFT 0) or upper halves of bytes.
   template <int SHIFT>
   struct Row {
     const uint8_t* at;
+#if defined(__AVX512F__)
     __m512 table, scale;  // with 4 bits all sixteen numbers; with 8 bits the lowest
 
     inline vf operator[](int channel) const {
@@ -247,15 +249,29 @@ struct Codes {
       if (SHIFT) index = _mm512_srli_epi32(index, 4);
       return (vf)_mm512_permutexvar_ps(index, table);
     }
+#else
+    vf lowest, scale;
+
+    inline vf operator[](int channel) const {
+      vi code = Lanes<W>::bytes(at + channel);
+      if (BITS == 4) code = SHIFT ? code >> 4 : code & 15;
+      return Lanes<W>::floats(code) * scale + lowest;
+    }
+#endif
   };
   template <int SHIFT>
   inline Row<SHIFT> row(int i, int group) const {
-    const __m512 scale = _mm512_set1_ps(from_half(step[i * groups + group]));
+    const float number = from_half(step[i * groups + group]);
     const uint8_t* at = codes + i * slot - (SHIFT ? bytes : 0);
+#if defined(__AVX512F__)
+    const __m512 scale = _mm512_set1_ps(number);
     if (BITS == 8) return {at, _mm512_mul_ps(scale, _mm512_set1_ps(-128)), scale};
     // Sixteen numbers are all there are: look them up.
     const __m512 numbers = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
     return {at, _mm512_mul_ps(numbers, scale), scale};
+#else
+    return {at, all(number * (BITS == 8 ? -128 : -8)), all(number)};
+#endif
   }
 
   // Calls ``run`` with each group's first channel and end in the lower and in the upper halves.
@@ -523,16 +539,17 @@ inline void added(const float* weights, RowOf row_of, int pad, int n, int at, in
 template <int R, typename Here>
 inline void scored_in_place(const float* queries, const Here& codes, int pad, int n,
                             float* scores) {
-  for (int first = 0; first < n; first += 4) {
+  constexpr int S = W == 16 || R < 3 ? 4 : 2;  // R * S sums are at most W
+  for (int first = 0; first < n; first += S) {
     vf sums[W] = {};
     codes.for_each_piece([&](auto shift, int group, int from, int to) {
       constexpr int SHIFT = decltype(shift)::value;
-      typename Here::template Row<SHIFT> rows[4];
-      for (int i = 0; i < 4; i++)
+      typename Here::template Row<SHIFT> rows[S];
+      for (int i = 0; i < S; i++)
         rows[i] = codes.template row<SHIFT>(std::min(first + i, n - 1), group);
-      multiplied<R, 4>(queries, rows, pad, from, to, sums);
+      multiplied<R, S>(queries, rows, pad, from, to, sums);
     });
-    completed<R, 4>(sums, scores + first);
+    completed<R, S>(sums, scores + first);
   }
 }
 
@@ -541,7 +558,7 @@ inline void added_in_place(const float* weights, const Here& codes, int pad, int
   codes.for_each_piece([&](auto shift, int group, int at, int to) {
     constexpr int SHIFT = decltype(shift)::value;
     auto row_of = [&](int i) { return codes.template row<SHIFT>(i, group); };
-    added<R, 4>(weights, row_of, pad, n, at, to, out);
+    added<R, W == 16 ? 4 : HELD / 4>(weights, row_of, pad, n, at, to, out);
   });
 }
 
