@@ -16,6 +16,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -269,14 +270,24 @@ def arguments() -> list[str]:
     return [one.name for one in every if one.kind is not inspect.Parameter.VAR_KEYWORD]
 
 
+@cache
+def _absolute(name: str) -> Path:
+    """The path of a file of code, whose name is relative if PYTHONPATH is."""
+    return Path(name).resolve()
+
+
 def travelled(call: Callable[[], object]) -> dict[str, list[str]]:
-    """The files, functions and classes of this package that a call enters, by name."""
+    """The files, functions and classes of this package that a call enters, by name.
+
+    Raises:
+        RuntimeError: none, as if the package were imported from another folder.
+    """
     files: set[str] = set()
     functions: set[str] = set()
     classes: set[str] = set()
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
-        path = Path(frame.f_code.co_filename)
+        path = _absolute(frame.f_code.co_filename)
         if event != "call" or not path.is_relative_to(SOURCE):
             return
         name = frame.f_code.co_name
@@ -297,6 +308,8 @@ def travelled(call: Callable[[], object]) -> dict[str, list[str]]:
         call()
     finally:
         sys.setprofile(None)
+    if not files:
+        raise RuntimeError(f"no function of {SOURCE} was called")
     return {
         "classes": sorted(classes),
         "files": sorted(files),

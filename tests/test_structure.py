@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 from benchmarks import structure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,3 +117,8 @@ def test_the_engine_names_the_device_of_what_it_makes():
                     silent.append((path.name, node.lineno))
     assert made > 100
     assert silent == []
+
+
+def test_a_call_that_enters_nothing_of_the_package_is_no_way():
+    with pytest.raises(RuntimeError, match="no function of"):
+        structure.travelled(lambda: None)
