@@ -79,6 +79,11 @@ constexpr int W = 8, HELD = 8;
 #else
 constexpr int W = 4, HELD = 8;
 #endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int TOGETHER = 8;  // queries whose sums, two vectors each, are in registers
+#else
+constexpr int TOGETHER = 4;
+#endif
 constexpr int SLOTS = 32;   // of a tile
 constexpr int BLOCK = 128;  // slots whose weights are computed together
 constexpr int MANY = 16;    // queries for which keys are turned, so that no vector is summed across
@@ -676,8 +681,8 @@ inline void scored_turned(const float* queries, const float* turned, int pad, in
   static const float zeros[BLOCK] = {};
   for (int i = 0; i < n; i += 2 * W) {
     int r = 0;
-    for (; r + 8 <= each; r += 8)
-      scores_of<8, 2>(queries + (size_t)r * pad, turned + i, zeros, pad, BLOCK,
+    for (; r + TOGETHER <= each; r += TOGETHER)
+      scores_of<TOGETHER, 2>(queries + (size_t)r * pad, turned + i, zeros, pad, BLOCK,
                       scores + (size_t)r * BLOCK + i, BLOCK);
     for (; r + 4 <= each; r += 4)
       scores_of<4, 2>(queries + (size_t)r * pad, turned + i, zeros, pad, BLOCK,

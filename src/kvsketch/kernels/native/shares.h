@@ -23,6 +23,8 @@ constexpr double LOG2E = 1.44269504088896340736;
 inline vf larger(vf x, vf y) {
 #if defined(__AVX512F__)
   return (vf)_mm512_max_ps((__m512)x, (__m512)y);
+#elif defined(__AVX2__)
+  return (vf)_mm256_max_ps((__m256)x, (__m256)y);
 #else
   return x > y ? x : y;
 #endif
@@ -30,7 +32,6 @@ inline vf larger(vf x, vf y) {
 
 // 2^x for x <= 0, to a few units in the last place; nearly 0 below -126.
 inline vf power(vf x) {
-#if defined(__AVX512F__)
   x = larger(x, all(-126.0f));
   constexpr float whole = 3 << 22;  // beside it, floats are whole numbers
   const vf n = x + whole, r = x - (n - whole);
@@ -40,9 +41,6 @@ inline vf power(vf x) {
   p = p * r + 2.40226507e-1f;
   p = p * r + 6.93147181e-1f;
   return (vf)((vi)(p * r + 1.0f) + ((vi)n << 23));
-#else
-  return exped(x * (float)(1 / LOG2E));
-#endif
 }
 
 inline float largest(vf x) {
@@ -54,6 +52,8 @@ inline float largest(vf x) {
 inline bool any_above(vf x, float limit) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask((__m512)x, (__m512)all(limit), _CMP_GT_OQ) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, (__m256)all(limit), _CMP_GT_OQ)) != 0;
 #else
   const vi above = x > limit;
   int32_t found = 0;
@@ -193,8 +193,8 @@ class Products {
     const float* keys = turned + at * dim;
     for (int i = 0; i < NEAR; i += 2 * W) {
       int r = 0;
-      for (; r + 8 <= count; r += 8)
-        scores_of<8, 2>(asking + (size_t)r * dim, keys + i, zeros, dim, NEAR, out + r * NEAR + i, NEAR);
+      for (; r + TOGETHER <= count; r += TOGETHER)
+        scores_of<TOGETHER, 2>(asking + (size_t)r * dim, keys + i, zeros, dim, NEAR, out + r * NEAR + i, NEAR);
       for (; r < count; r++)
         scores_of<1, 2>(asking + (size_t)r * dim, keys + i, zeros, dim, NEAR, out + r * NEAR + i, NEAR);
     }
