@@ -528,7 +528,7 @@ def test_a_budget_in_few_bits_is_spent(llama):
                 own = [t for part in page.open() for t in part.fields.values()]
                 spent = sum(t.nbytes for t in few + own) / heads
                 assert 0.96 < spent / (80 * 2 * width * 4) < 1.01
-    assert slots["knorm", "exact"] > slots["snapkv", "exact"] == slots["heavy_merge", "exact"]
+    assert slots["knorm", "exact"] > slots["snapkv", "exact"] > slots["heavy_merge", "exact"]
     assert slots["snapkv", "streaming"] == slots["heavy_merge", "streaming"]
 
 

@@ -15,6 +15,7 @@ from kvsketch.cache import compress, together
 from kvsketch.cache import stream as stream_module
 from kvsketch.estimator import attend
 from kvsketch.kernels import cpu, native
+from kvsketch.methods.base import Compressor
 from kvsketch.methods.h2o import H2O
 from kvsketch.methods.heavy_merge import HeavyMerge
 from kvsketch.page.exchange import Lowest
@@ -454,9 +455,11 @@ def test_a_copy_does_not_share_scores(llama: Any) -> None:
         assert torch.equal(layer.stream.page.middle.fields["score"], old)
 
 
+@pytest.mark.parametrize("method", [H2O(), HeavyMerge()])
 @pytest.mark.parametrize("mass", [False, True])
-def test_masses_are_stored_only_where_slots_have_some(mass: bool) -> None:
-    """Slots that keep tokens have none; those in files of kvsketch before that was so do."""
+def test_masses_are_stored_only_where_slots_have_some(method: Compressor, mass: bool) -> None:
+    """Slots of a method that keeps tokens have none, unless those of before have some. A method
+    that merges gives some to slots that had none, as in files of one version of kvsketch."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor([[60, 50], [40, 60]])
     slots = slots_of(generator, 2, 60, mass).only(torch.arange(60) < sizes.unsqueeze(-1))
@@ -465,9 +468,13 @@ def test_masses_are_stored_only_where_slots_have_some(mass: bool) -> None:
     budget = page.held - 8
     newest = compress.Newest.of(page, budget, around=(2, 6), room=8)
     assert newest is not None
-    (found,) = compress.compress_newest(HeavyMerge(share=1.0), [newest])
+    (found,) = compress.compress_newest(method, [newest])
     assert found is not None
-    assert ("log_mass" in found.middle.fields) is mass
-    if mass:  # new tokens alone have a mass of 1
+    assert ("log_mass" in found.middle.fields) is (mass or not method.keeps_tokens)
+    if mass and method.keeps_tokens:  # new tokens alone have a mass of 1
         masses = found.middle.read(torch.float32).masses()
         assert int((masses - 1).abs().lt(1e-6).sum(-1).max()) <= 8
+    if not mass and not method.keeps_tokens:  # no token is forgotten
+        before = slots.masses().sum(-1) + 8
+        total = found.middle.read(torch.float32).masses().sum(-1)
+        assert ((total - before).abs() <= 8 + 1e-3).all()

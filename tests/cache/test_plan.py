@@ -93,7 +93,7 @@ def test_a_deep_model_compresses_each_layer_a_few_times(bits, monkeypatch):
         return compress(stream, *args, **kwargs)
 
     monkeypatch.setattr(Stream, "_compress", counted)
-    cache = SketchCache(config, budget={16: 0.25, 4: 0.15}[bits], bits=bits)
+    cache = SketchCache(config, budget=0.25, bits=bits)
     with torch.no_grad():
         model = AutoModelForCausalLM.from_config(config).eval()
         model(torch.arange(800).remainder(97).unsqueeze(0), past_key_values=cache)

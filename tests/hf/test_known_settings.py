@@ -37,14 +37,14 @@ def test_the_default_after_a_second_reading_is_global(llama, queries):
     after one reading if the prompt's own queries can be asked again."""
     ids = ids_of(1, 200)
     default, told = (
-        SketchCache(llama.config, budget=0.2, allocation=how) for how in (None, "global")
+        SketchCache(llama.config, budget=0.3, allocation=how) for how in (None, "global")
     )
     for cache in (default, told):
         kvsketch.prefill(llama, ids, cache, queries=queries, tokenizer=Letters())
     assert default.summary()["allocation"] == told.summary()["allocation"] == "global"
     assert held(default) == held(told)
     default.reset()
-    fresh = SketchCache(llama.config, budget=0.2)
+    fresh = SketchCache(llama.config, budget=0.3)
     assert default.summary()["allocation"] == fresh.summary()["allocation"]
     with torch.no_grad():
         llama(ids, past_key_values=default)

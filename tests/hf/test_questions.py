@@ -15,7 +15,7 @@ from kvsketch.cache.scores import MARK
 from kvsketch.cache.stream import Stream
 from tiny_models import build
 
-BUDGET, QUESTION = 85, 30
+BUDGET, QUESTION = 100, 30
 SETTINGS: list[dict[str, Any]] = [{"bits": 16}, {"bits": 4}, {"allocation": "even", "bits": 8}]
 
 
@@ -105,7 +105,7 @@ def test_the_next_part_ends_the_marks(llama: Any) -> None:
         ({"bits": 16}, 80),
         ({"prefill": "streaming"}, 30),
         ({"method": "h2o"}, 30),
-        ({"budget": 50}, 120),
+        ({"budget": 60}, 120),
     ],
     ids=str,
 )
@@ -142,8 +142,6 @@ def test_whatever_comes_between_sees_the_same(llama: Any, tmp_path: Path) -> Non
     assert not ended._forward.part_waits
     assert ended.nbytes() < size
     cache.save(tmp_path / "cache.kvs")
-    for stream in streams(cache):  # saving looks up where the slots of heads are
-        stream.page.release(lookups=True)
     assert cache.nbytes() == ended.nbytes() < size
     loaded = SketchCache.load(tmp_path / "cache.kvs", llama)
     late = [read(llama, one, ids_of(1, 2)) for one in (cache, loaded, ended)]

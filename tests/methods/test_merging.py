@@ -497,7 +497,7 @@ def test_streaming_keeps_total_mass_through_many_compressions():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"share": 1.5}, r"share=1\.5"),
+        ({"share": 1.0}, r"share=1\.0"),
         ({"share": -0.1}, r"share=-0\.1"),
         ({"window": 0}, "window=0"),
         ({"steps": 0}, "steps=0"),

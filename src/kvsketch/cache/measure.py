@@ -42,7 +42,7 @@ def measure(
     tokens: errors at equal fractions change little with length, while the time to measure them
     grows. For a shard: its heads' part of the error of the whole layer. ``itemsize``: as for
     ``Price.of``."""
-    method = stream.reducer_in(choices[-1]) or stream.method
+    method = stream.method
     sink, recent = stream.pace.window(choices[0], stream.seen)
     slots, observed = stream.slots, stream.scores.queries.all()
     assert observed is not None

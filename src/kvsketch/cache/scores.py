@@ -40,7 +40,6 @@ class Scores:
         row_bytes: the bytes of a row beside which they wait; the more, the more may wait.
         echo: a prompt's queries, if they can be asked again after it; None: they cannot.
         asked_again: whether the scores of a prompt are those of its queries, asked again.
-        asked_whole: whether these, or those of a second reading, have asked for the whole context.
         last: the prompt's last queries, if others wait.
         answers: whether tokens are decoded after the newest piece of a prompt.
     """
@@ -55,7 +54,7 @@ class Scores:
         self.queries.clear()
         self.row_bytes = 0
         self.echo: Echo | None = None
-        self.asked_again = self.asked_whole = self.answers = False
+        self.asked_again = self.answers = False
         self.last: Observed | None = None
         # During a second reading: scores by an echo, and a few of its queries.
         self._heard: tuple[Tensor, Observed] | None = None
@@ -161,8 +160,7 @@ class Scores:
 
     def _wait_for(self, asked: Observed) -> None:
         """Let a few of the queries that were asked again wait instead of the prompt's last ones."""
-        self.last = self.queries.last(QUERIES)
-        self.asked_again = self.asked_whole = True
+        self.last, self.asked_again = self.queries.last(QUERIES), True
         self.queries.clear()
         self.queries.add(some_of(asked))
 
@@ -192,7 +190,7 @@ class Scores:
             sample: of the queries, which wait for what else looks at queries, unless those of an
                 echo will.
         """
-        score, self.asked_whole = None, True
+        score = None
         if self._method.requires.queries:
             score = self._method.reread(page.slots, observed, about).score
         page.drop(observed.queries.shape[2])

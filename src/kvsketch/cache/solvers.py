@@ -277,15 +277,14 @@ def fitting(
 
 def price_of(stream: Stream, bits: Bits, itemsize: int | None) -> Price:
     """The price of a stream's slots in bits that were not measured. Each slot counts with a score
-    if the method has one, and with a mass unless the method keeps tokens as they are and no slot
-    has one yet; if the prefill streams, always, as in the pages of an engine."""
+    if the method has one, and with a mass unless it keeps tokens as they are; if the prefill
+    streams, always, as in the pages of an engine."""
     if bits == FULL:
         return PLAIN
     slots, window = stream.parted.newest(1), stream.pace.window(bits, stream.seen)
     columns = set(slots.tensors()) - {"keys", "values"}
-    method, middle = stream.reducer_in(bits), stream.parted.middle
-    merged = middle is not None and "log_mass" in middle.fields
-    if method is None or not method.keeps_tokens or stream.pace.streaming or merged:
+    method = stream.compressor
+    if method is None or not method.keeps_tokens or stream.pace.streaming:
         columns |= {"mass"}
     columns |= {"score"} if stream.method.requires.queries else set()
     return Price.of(slots, bits, sum(window), len(columns), itemsize)

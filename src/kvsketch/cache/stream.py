@@ -124,17 +124,6 @@ class Stream:
         self.pace.rhythm = None  # an engine's pages have none
         self.pace.count_window(self.seen)
 
-    def reducer_in(self, bits: Bits) -> Compressor | None:
-        """The compressor as it is for slots in these bits."""
-        method = self.compressor
-        few = bits != FULL and self.scores.asked_whole
-        return method.in_few_bits() if method is not None and few else method
-
-    @property
-    def reducer(self) -> Compressor | None:
-        """The compressor as it is for slots in the bits that they have."""
-        return self.reducer_in(self.pace.bits)
-
     @property
     def heads(self) -> int:
         """The number of KV heads."""
@@ -362,7 +351,7 @@ class Stream:
             held = self.page, self.slots
             page = SketchPage.after(*held, self.sketch, budgets, aim.budget, aim.limit, aim.room)
         else:
-            method = self.reducer
+            method = self.compressor
             assert method is not None
             if rhythm is not None:  # random choices depend on this number, and not on other rows
                 method.restart(torch.full((len(self.held),), self.seen, device="cpu"))

@@ -38,7 +38,6 @@ def stream_state(stream: Stream) -> State:
             "bytes": stream.scores.row_bytes,
             "compressed": stream.compressed,
             "asked_again": stream.scores.asked_again,
-            "asked_whole": stream.scores.asked_whole,
             "pins": stream.pins.values(),
             "rhythm": stream.pace.rhythm is not None,
             "left": stream.pace.limit - (page.appended if stream.compressed else 0),
@@ -114,11 +113,9 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
     stream.pace.resume(page)
     if reader.has("asked_again"):  # not in older files
         stream.scores.asked_again = reader.flag("asked_again")
-        stream.scores.asked_whole = stream.scores.asked_again
-    if reader.has("asked_whole"):  # likewise
-        stream.scores.asked_whole = reader.flag("asked_whole")
-    if reader.has("read_again"):  # in a few files, of no effect any more
-        reader.flag("read_again")
+    for name in ("read_again", "asked_whole"):  # in a few files, of no effect any more
+        if reader.has(name):
+            reader.flag(name)
     if reader.has("queries"):
         stream.scores.queries.restore(reader.part("queries"), kind)
     stream.errors.restore(reader.part("errors"), kind, seen)

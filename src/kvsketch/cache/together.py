@@ -21,7 +21,7 @@ class DueLayer(Protocol):
     """What is due to be compressed: the stream of a layer, or full pages of an engine."""
 
     @property
-    def reducer(self) -> Compressor | None:
+    def compressor(self) -> Compressor | None:
         """What compresses it."""
 
     def newest(self) -> tuple[Newest, Callable[[Page], None]] | None:
@@ -48,7 +48,7 @@ def compress_together(due: Sequence[DueLayer]) -> None:
         most = max(1, at_once(newest.page.exact.fields["keys"], _BYTES) // newest.nbytes)
         for start in range(0, len(alike), most):
             group = alike[start : start + most]
-            method = group[0][0].reducer
+            method = group[0][0].compressor
             assert method is not None
             pages = compress_newest(method, [newest for _, newest, _ in group])
             for page, (one, _, turn_to) in zip(pages, group, strict=True):

@@ -54,7 +54,7 @@ class Compressor(random_numbers.Seeded, ABC):
     ragged: ClassVar[bool] = False
 
     #: whether its slots are some of the tokens as they are, with a mass of 1, which is not stored
-    keeps_tokens: bool = False
+    keeps_tokens: ClassVar[bool] = False
 
     #: how ``SketchCache`` spends a budget unless told: "even", or "measured" where it lowers errors
     allocation: ClassVar[str] = "even"
@@ -314,11 +314,6 @@ class Compressor(random_numbers.Seeded, ABC):
         """Begin the random stream of the seed anew, for rows of these numbers."""
         self.generator.manual_seed(self.seed)
         self.rows = rows
-
-    def in_few_bits(self) -> Compressor:
-        """This compressor for slots in few bits, beside which a mass is large, once queries have
-        asked for the whole context."""
-        return self
 
     def fresh(self) -> Compressor:
         """A copy that goes on from the same random numbers."""

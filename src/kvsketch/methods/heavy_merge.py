@@ -10,7 +10,7 @@ from torch import Tensor
 from kvsketch.errors import InputError, at_least
 from kvsketch.estimator import check_queries
 from kvsketch.kernels import cpu
-from kvsketch.methods.base import Compressor, keep_top
+from kvsketch.methods.base import Compressor
 from kvsketch.methods.clustering import check_pairs, group
 from kvsketch.methods.groups import merge, packed
 from kvsketch.methods.keydiff import similarity
@@ -27,8 +27,9 @@ from kvsketch.slots import Slots, compute_dtype
 _FLOOR = 1e-3
 # The share of the budget that keeps tokens unchanged: where the last queries alone have scored the
 # tokens, later ones may ask for any other; where the whole context has been asked for, few will.
-# In few bits, where a mass takes the room of a tenth of a slot of 32 channels, all of it then does.
-_SHARE, _SHARE_ASKED, _SHARE_IN_FEW_BITS = 0.25, 0.9, 1.0
+# A few groups for any budget, or none, would answer more of LongEval, and less of RULER, whose text
+# repeats; with none, a model loses the answer whose one retrieving head needs most of the budget.
+_SHARE, _SHARE_ASKED = 0.25, 0.9
 # How much the mean attention of the last queries counts beside the largest share of attention that
 # any query of an echo gives a token. Larger: fewer later questions are answered; smaller: worse
 # predictions of what follows the prompt at once (KL of stories260K, docs/errors.md).
@@ -45,8 +46,7 @@ _FEW_SCORES = 1 << 19
 class HeavyMerge(Compressor):
     """A fraction of the budget keeps the most attended tokens and those with the most distinct keys
     unchanged; the others are grouped by rounds of merging the closest (weighted by the root of
-    attention), and each group becomes one slot. In few bits, once queries have asked for the whole
-    context, all of the budget keeps tokens: without masses there is room for more of them.
+    attention), and each group becomes one slot.
 
     Attention is that of the last ``window`` queries (``SnapKV``'s, without pooling), or the largest
     of a second reading. Where the model's positions allow it, all queries of a prompt are asked
@@ -62,9 +62,8 @@ class HeavyMerge(Compressor):
     Gaussian, and u and m are not fitted to queries: neither helps (docs/errors.md).
 
     Args:
-        share: fraction of the budget that keeps tokens unchanged, in [0, 1]. None: if the queries
-            have asked for the whole context (an echo, a second reading), 0.9, and in few bits 1
-            from then on; else 0.25.
+        share: fraction of the budget that keeps tokens unchanged, in [0, 1). None: 0.9 if the
+            queries have asked for the whole context (an echo, a second reading), else 0.25.
         distinct: choose these in turn by attention and by the keys' distance from their mean
             direction. False, and where queries have asked for the whole context: by attention
             alone.
@@ -98,10 +97,9 @@ class HeavyMerge(Compressor):
         seed: int = 0,
     ) -> None:
         super().__init__(seed)
-        if share is not None and not 0 <= share <= 1:
-            raise InputError(f"share={share!r} must lie in [0, 1], or be None")
+        if share is not None and not 0 <= share < 1:
+            raise InputError(f"share={share!r} must lie in [0, 1), or be None")
         self.share = share
-        self.keeps_tokens = share == 1
         self.window = at_least("window", window, 1)
         self.steps = at_least("steps", steps, 1)
         self.pairs = check_pairs(pairs)
@@ -150,16 +148,7 @@ class HeavyMerge(Compressor):
         found: Tensor = score_of(slots, self.name) * norm / torch.where(mass > 0, mass, 1.0)
         return found
 
-    def in_few_bits(self) -> Compressor:
-        if self.share is not None:
-            return self
-        twin = self._twin()
-        vars(twin).update(share=_SHARE_IN_FEW_BITS, keeps_tokens=True)
-        return twin
-
     def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
-        if self.keeps_tokens:
-            return keep_top(slots, self._worth(slots), budget)
         batch, heads, n = slots.keys.shape[:3]
         weight = score_of(slots, self.name).flatten(0, 1)
         live, device = slots.live(), weight.device

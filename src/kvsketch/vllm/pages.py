@@ -196,7 +196,7 @@ class Due:
         tokens: tuple[Tensor, ...] | None,
     ) -> None:
         assert pages.method is not None
-        self.reducer = pages.method
+        self.compressor = pages.method
         self._pages, self._held, self._full = pages, held, full
         self.rows, self._tokens = rows, tokens
         self._newest: Newest | None = None
@@ -227,7 +227,7 @@ class Due:
     def _before(self) -> Page:
         """Copies of the pages, with the tokens."""
         full = self._full
-        page = self._held[0].rows(self.rows, full.window, *self.reducer.around, full.between)
+        page = self._held[0].rows(self.rows, full.window, *self.compressor.around, full.between)
         if self._tokens is not None:
             _, keys, values = self._tokens
             page = page.grown(keys.shape[2])
@@ -247,14 +247,14 @@ class Due:
     @functools.cached_property
     def _kept(self) -> int | Tensor:
         """Slots per KV head, or of every head, after the compression."""
-        layout, around = self._pages.layout, sum(self.reducer.around)
+        layout, around = self._pages.layout, sum(self.compressor.around)
         if layout.uneven:
             return layout.sizes(len(self.rows), torch.device("cpu")) + around
         return layout.middle[0] + around if layout.middle else self._pages.rhythm.kept
 
     def newest(self) -> tuple[Newest, Callable[[Page], None]] | None:
         """As ``Stream.newest``."""
-        method = self.reducer
+        method = self.compressor
         if self._tokens is not None or not method.local or self._before.middle is None:
             return None
         self._measure()
@@ -270,7 +270,7 @@ class Due:
         if self._newest is not None and len(self.rows) > 1:
             compress_together([self._alone(number) for number in range(len(self.rows))])
             return
-        method, page, asked = self.reducer, self._before, self._asked
+        method, page, asked = self.compressor, self._before, self._asked
         self._measure()
         again = None
         if self._tokens is not None and method.requires.echo:
