@@ -361,8 +361,7 @@ def generated(model: Any, cache: Any, ids: Tensor, tokens: int) -> tuple[float, 
     start = time.perf_counter()
     first = model.generate(ids, max_new_tokens=1, **settings)
     read = time.perf_counter() - start
-    model.generate(first, max_new_tokens=4, min_new_tokens=4, **settings)  # Allocates memory.
-    ids = torch.nn.functional.pad(first, (0, 4), value=3)
+    ids = model.generate(first, max_new_tokens=4, min_new_tokens=4, **settings)  # Allocates memory.
     start = time.perf_counter()
     model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **settings)
     return read, time.perf_counter() - start
