@@ -280,7 +280,7 @@ def travelled(call: Callable[[], object]) -> dict[str, list[str]]:
     """The files, functions and classes of this package that a call enters, by name.
 
     Raises:
-        RuntimeError: none, as if the package were imported from another folder.
+        RuntimeError: the call enters none, as where the package is imported from another folder.
     """
     files: set[str] = set()
     functions: set[str] = set()
