@@ -158,7 +158,7 @@ def test_fifty_turns_on_a_terminal(model: str, tmp_path: Path) -> None:
             sizes.append(terminal.rss)
         seen = [int(tokens) for tokens in re.findall(r"(\d+) tokens seen", shown)]
         if seen and seen[-1] > 340:  # how many there are depends on the speed of the machine
-            assert re.search(r"(2[89]|3[0-6])[0-9] slots, 0.0[4-6] MB", shown), shown[-500:]
+            assert re.search(r"(2[89]|3[0-6])[0-9] slots, 0.0[3-6] MB", shown), shown[-500:]
             assert re.search(r"error \d+\.\d%", shown)
     assert sizes[1] < 1.03 * sizes[0]
     assert terminal.end() == 0
