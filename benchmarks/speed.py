@@ -41,18 +41,19 @@ be read over the bandwidth (``floor_ms``), and the operations over the rate.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
@@ -70,13 +71,14 @@ from benchmarks.page import save
 from benchmarks.peers import balancekv as authors
 from benchmarks.peers import kvpress
 from benchmarks.prompts import ONE_HEAD
+from benchmarks.results import Results, ResumeOption
 from kvsketch import METHODS, Observed, SketchCache, Slots
 from kvsketch.attention import attend_to
 from kvsketch.cache import windowed
 from kvsketch.cache.measure import measure
 from kvsketch.cache.storage import CHOICES
 from kvsketch.cache.stream import Stream
-from kvsketch.evaluation.report.report import dumps, environment
+from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner.loading import resolve_model
 from kvsketch.kernels import native
 from kvsketch.page.part import Part
@@ -88,6 +90,8 @@ _DEEP = "32 random layers of width 512"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PRESETS = ("decode", "bits", "compress", "prefill", "end_to_end", "layers")
 Rows = list[dict[str, Any]]
+#: What one part of a preset measures. Every part is kept if the run is killed.
+Job = Callable[[], Rows]
 
 
 def seconds(fn: Callable[[], Any]) -> float:
@@ -122,22 +126,24 @@ def floors() -> dict[str, float]:
     return {"copy_bytes_per_second": 2 * size / copied, "matmul_per_second": 2 * 2048**3 / product}
 
 
-def decode(repeats: int, tokens: list[int], dtypes: list[str], seed: int) -> Rows:
+def decode(repeats: int, tokens: list[int], dtypes: list[str], seed: int) -> list[Job]:
+    return [partial(_kept, name, n, repeats, seed) for name in dtypes for n in tokens]
+
+
+def _kept(dtype: str, n: int, repeats: int, seed: int) -> Rows:
     rows: Rows = []
     bandwidth = floors()["copy_bytes_per_second"]
-    for name in dtypes:
-        for n in tokens:
-            torch.manual_seed(seed)
-            keys, values = torch.randn(2, 1, KV_HEADS, n, DIM).to(DTYPES[name])
-            query = torch.randn(1, HEADS, 1, DIM).to(DTYPES[name])
-            for kept in (1, 4, 8, 32):
-                slots = n // kept
-                rows.append(
-                    {"dtype": name, "tokens": n, "kept": 1 / kept, "slots": slots}
-                    | _decoded(query, keys, values, slots, repeats)
-                )
-                read = 2 * KV_HEADS * slots * DIM * keys.element_size()
-                rows[-1]["floor_ms"] = 1e3 * read / bandwidth
+    torch.manual_seed(seed)
+    keys, values = torch.randn(2, 1, KV_HEADS, n, DIM).to(DTYPES[dtype])
+    query = torch.randn(1, HEADS, 1, DIM).to(DTYPES[dtype])
+    for kept in (1, 4, 8, 32):
+        slots = n // kept
+        rows.append(
+            {"dtype": dtype, "tokens": n, "kept": 1 / kept, "slots": slots}
+            | _decoded(query, keys, values, slots, repeats)
+        )
+        read = 2 * KV_HEADS * slots * DIM * keys.element_size()
+        rows[-1]["floor_ms"] = 1e3 * read / bandwidth
     return rows
 
 
@@ -175,16 +181,22 @@ def _decoded(query: Tensor, keys: Tensor, values: Tensor, slots: int, repeats: i
     }
 
 
-def in_bits(repeats: int, tokens: list[int], threads: int, seed: int) -> Rows:
+def in_bits(repeats: int, tokens: list[int], threads: int, seed: int) -> list[Job]:
+    return [
+        partial(_threaded, used, n, repeats, seed) for used in sorted({1, threads}) for n in tokens
+    ]
+
+
+def _threaded(threads: int, n: int, repeats: int, seed: int) -> Rows:
     rows: Rows = []
-    for used in sorted({1, threads}):
-        torch.set_num_threads(used)
-        bandwidth = floors()["copy_bytes_per_second"]
-        for n in tokens:
-            for bits in (16, 8, 4):
-                row, read = _in_bits(n, Bits(bits, bits), repeats, seed)
-                floor = {"floor_ms": 1e3 * read / bandwidth}
-                rows.append({"bits": bits, "slots": n, "threads": used} | row | floor)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    bandwidth = floors()["copy_bytes_per_second"]
+    for bits in (16, 8, 4):
+        row, read = _in_bits(n, Bits(bits, bits), repeats, seed)
+        floor = {"floor_ms": 1e3 * read / bandwidth}
+        rows.append({"bits": bits, "slots": n, "threads": threads} | row | floor)
+    torch.set_num_threads(before)
     return rows
 
 
@@ -240,22 +252,28 @@ def _by_torch(run: Callable[[], Any]) -> None:
         run()
 
 
-def compress(repeats: int, tokens: list[int], methods: list[str], seed: int) -> Rows:
-    rows: Rows = []
-    for name in methods:
-        times = []
-        for n in tokens:
-            torch.manual_seed(seed)
-            slots = Slots(*torch.randn(2, 1, KV_HEADS, n, DIM))
-            seen = Observed(torch.randn(1, HEADS, 64, DIM), DIM**-0.5)
-            budget = 1024 if name == "kcenter" else n // 8
-            run = partial(windowed(name), slots, budget, seen)
-            times.append(min(seconds(run) for _ in range(repeats)))
-            rows.append({"method": name, "tokens": n, "budget": budget, "seconds": times[-1]})
-        if len(tokens) > 1:
-            grown = math.log(times[-1] / times[0]) / math.log(tokens[-1] / tokens[0])
-            rows.append({"method": name, "exponent": grown, "from": tokens[0], "to": tokens[-1]})
-    return [*rows, *_presses(tokens, repeats, seed), _halved(repeats, seed)]
+def compress(repeats: int, tokens: list[int], methods: list[str], seed: int) -> list[Job]:
+    return [
+        *(partial(_compressed, name, repeats, tokens, seed) for name in methods),
+        partial(_presses, tokens, repeats, seed),
+        partial(_halved, repeats, seed),
+    ]
+
+
+def _compressed(name: str, repeats: int, tokens: list[int], seed: int) -> Rows:
+    rows, times = Rows(), list[float]()
+    for n in tokens:
+        torch.manual_seed(seed)
+        slots = Slots(*torch.randn(2, 1, KV_HEADS, n, DIM))
+        seen = Observed(torch.randn(1, HEADS, 64, DIM), DIM**-0.5)
+        budget = 1024 if name == "kcenter" else n // 8
+        run = partial(windowed(name), slots, budget, seen)
+        times.append(min(seconds(run) for _ in range(repeats)))
+        rows.append({"method": name, "tokens": n, "budget": budget, "seconds": times[-1]})
+    if len(tokens) > 1:
+        grown = math.log(times[-1] / times[0]) / math.log(tokens[-1] / tokens[0])
+        rows.append({"method": name, "exponent": grown, "from": tokens[0], "to": tokens[-1]})
+    return rows
 
 
 def _presses(tokens: list[int], repeats: int, seed: int) -> Rows:
@@ -280,7 +298,7 @@ def _presses(tokens: list[int], repeats: int, seed: int) -> Rows:
     return rows
 
 
-def _halved(repeats: int, seed: int, n: int = 8192) -> dict[str, Any]:
+def _halved(repeats: int, seed: int, n: int = 8192) -> Rows:
     """One round of block halving, ours and the authors' own, on the same tensors."""
     torch.manual_seed(seed)
     keys, values = torch.randn(2, 1, KV_HEADS, n, DIM)
@@ -293,19 +311,24 @@ def _halved(repeats: int, seed: int, n: int = 8192) -> dict[str, Any]:
         "seconds": min(seconds(run) for _ in range(repeats)),
     }
     if missing is not None:
-        return row | {"authors": missing}
+        return [row | {"authors": missing}]
     found = paired(repeats, ours=run, theirs=partial(authors.halved, keys, values, 1))
-    return row | {"authors_over_ours": ratio(found, "theirs", "ours")}
+    return [row | {"authors_over_ours": ratio(found, "theirs", "ours")}]
 
 
-def prefill(repeats: int, tokens: int, seed: int) -> Rows:
+def prefill(repeats: int, tokens: int, seed: int) -> list[Job]:
+    peaks = [partial(_peak, layers, n, seed) for layers, n in ((4, 4000), (16, 8000))]
+    return [partial(_shares_of_prefill, repeats, tokens, seed), *peaks]
+
+
+def _shares_of_prefill(repeats: int, tokens: int, seed: int) -> Rows:
     from benchmarks.compression_time import prefill as layer
 
     whole, slots, seen = layer(tokens, torch.bfloat16, seed)
     measured = min(
         seconds(lambda: measure(waiting(slots, seen, "heavy_merge"), None, CHOICES)) for _ in "ab"
     )
-    rows: Rows = [
+    return [
         {"what": "measuring", "tokens": tokens, "share_of_prefill": measured / whole},
         *(
             {
@@ -321,11 +344,9 @@ def prefill(repeats: int, tokens: int, seed: int) -> Rows:
             for share in (0.25, 0.125)
         ),
     ]
-    rows += [_peak(layers, n, seed) for layers, n in ((4, 4000), (16, 8000))]
-    return rows
 
 
-def _peak(layers: int, tokens: int, seed: int) -> dict[str, Any]:
+def _peak(layers: int, tokens: int, seed: int) -> Rows:
     """Peak bytes of a prefill with the default method over the bytes of an uncompressed cache. The
     model is ``longeval-one-head`` for 4 layers, and a random one for more."""
     if layers == 4:
@@ -346,13 +367,14 @@ def _peak(layers: int, tokens: int, seed: int) -> dict[str, Any]:
     cache = SketchCache(model.config, budget=0.25, seed=seed)
     model(prompt(model, tokens, seed), past_key_values=cache, logits_to_keep=1)
     found = cache.summary()
-    return {
+    row = {
         "what": "peak bytes of a default prefill",
         "layers": layers,
         "tokens": tokens,
         "peak_over_exact": found["peak_kv_bytes"] / found["exact_kv_bytes"],
         "held_over_exact": found["kv_bytes"] / found["exact_kv_bytes"],
     }
+    return [row]
 
 
 def generated(model: Any, cache: Any, ids: Tensor, tokens: int) -> tuple[float, float]:
@@ -368,10 +390,11 @@ def generated(model: Any, cache: Any, ids: Tensor, tokens: int) -> tuple[float, 
 
 
 def reading(
-    name: str, model: Any, tokens: int, repeats: int, seed: int, **settings: Any
-) -> dict[str, Any]:
+    name: str, make: Callable[[], Any], tokens: int, repeats: int, seed: int, **settings: Any
+) -> Rows:
     """The speed of reading a prompt with 1/8 of the bytes kept, over that with the exact cache, and
     how often each layer is compressed."""
+    model = make()
     ids, found, calls = prompt(model, tokens, seed), dict[str, list[float]](), 0
     compress = Stream._compress
 
@@ -388,7 +411,7 @@ def reading(
                 start = time.perf_counter()
                 model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 found.setdefault(way, []).append(time.perf_counter() - start)
-    return {
+    row = {
         "model": name,
         "settings": ", ".join(f"{n}={x!r}" for n, x in settings.items()) or "the default",
         "tokens": tokens,
@@ -397,8 +420,10 @@ def reading(
         "prefill_speed_of_exact": ratio(found, "exact", "ours"),
         "compressions_of_a_layer": calls / repeats / model.config.num_hidden_layers,
     }
+    return [row]
 
 
+@functools.cache
 def deep_model(seed: int) -> Any:
     """32 random layers of width 512 in bfloat16."""
     config = LlamaConfig(
@@ -414,42 +439,57 @@ def deep_model(seed: int) -> Any:
     return _in_bfloat16(AutoModelForCausalLM.from_config(config))
 
 
-def end_to_end(repeats: int, lengths: list[int], seed: int) -> Rows:
+@functools.cache
+def packaged_model() -> Any:
+    """``longeval-one-head`` in bfloat16, for prompts of any length."""
+    model = _in_bfloat16(AutoModelForCausalLM.from_pretrained(resolve_model(ONE_HEAD)))
+    model.config.max_position_embeddings = 1 << 20
+    return model
+
+
+def end_to_end(repeats: int, lengths: list[int], seed: int) -> list[Job]:
     """``longeval-one-head`` in bfloat16 with 1/8 of the bytes kept, compared with the exact cache,
     which is also compared with an empty one. Then decoding with the bytes of the exact cache's
     tokens, and reading prompts of the other lengths, and of 4,000 tokens in a model of many
     layers."""
-    tokens = lengths[0]
-    packaged = _in_bfloat16(AutoModelForCausalLM.from_pretrained(resolve_model(ONE_HEAD)))
-    ids = prompt(packaged, tokens, seed)
+    deep: list[dict[str, Any]] = [{}, {"bits": 16}, {"allocation": "even"}]
+    few, many = min(3, repeats), partial(deep_model, seed)
+    return [
+        partial(_generated, lengths[0], repeats, seed),
+        *(
+            partial(_same_bytes, ONE_HEAD, packaged_model, slots, repeats, seed)
+            for slots in (1024, 4096)
+        ),
+        *(partial(reading, ONE_HEAD, packaged_model, n, few, seed) for n in lengths[1:]),
+        *(partial(reading, _DEEP, many, 4000, few, seed, **given) for given in deep),
+    ]
+
+
+def _generated(tokens: int, repeats: int, seed: int) -> Rows:
+    model = packaged_model()
+    ids = prompt(model, tokens, seed)
     found: dict[str, list[float]] = {}
     for _ in range(repeats):
         for name in ("exact", "ours", "empty"):
-            ours = SketchCache(packaged.config, budget=0.125, seed=seed)
-            cache = ours if name == "ours" else DynamicCache(config=packaged.config)
+            ours = SketchCache(model.config, budget=0.125, seed=seed)
+            cache = ours if name == "ours" else DynamicCache(config=model.config)
             before = ids[:, :1] if name == "empty" else ids
-            read, decoded = generated(packaged, cache, before, 256)  # long enough to be compressed
+            read, decoded = generated(model, cache, before, 256)  # long enough to be compressed
             found.setdefault(f"{name} prefill", []).append(read)
             found.setdefault(f"{name} decode", []).append(decoded)
-    rows = [
-        {
-            "model": ONE_HEAD,
-            "tokens": tokens,
-            "kept": 0.125,
-            "pairs": repeats,
-            "prefill_speed_of_exact": ratio(found, "exact prefill", "ours prefill"),
-            "decode_speed_of_exact": ratio(found, "exact decode", "ours decode"),
-            "decode_speed_of_exact_without_tokens": ratio(found, "exact decode", "empty decode"),
-        }
-    ]
-    rows += [_same_bytes(ONE_HEAD, packaged, slots, repeats, seed) for slots in (1024, 4096)]
-    packaged.config.max_position_embeddings = max(lengths) + 1
-    few = min(3, repeats)
-    rows += [reading(ONE_HEAD, packaged, n, few, seed) for n in lengths[1:]]
-    deep: list[dict[str, Any]] = [{}, {"bits": 16}, {"allocation": "even"}]
-    return rows + [reading(_DEEP, deep_model(seed), 4000, few, seed, **given) for given in deep]
+    row = {
+        "model": ONE_HEAD,
+        "tokens": tokens,
+        "kept": 0.125,
+        "pairs": repeats,
+        "prefill_speed_of_exact": ratio(found, "exact prefill", "ours prefill"),
+        "decode_speed_of_exact": ratio(found, "exact decode", "ours decode"),
+        "decode_speed_of_exact_without_tokens": ratio(found, "exact decode", "empty decode"),
+    }
+    return [row]
 
 
+@functools.cache
 def wide_model(seed: int) -> Any:
     """Two random layers of Llama 3 8B's shape in bfloat16."""
     config = LlamaConfig(
@@ -465,23 +505,26 @@ def wide_model(seed: int) -> Any:
     return _in_bfloat16(AutoModelForCausalLM.from_config(config))
 
 
-def layers(repeats: int, tokens: list[int], seed: int) -> Rows:
+def layers(repeats: int, tokens: list[int], seed: int) -> list[Job]:
     """``wide_model``."""
-    wide = wide_model(seed)
-    rows = [_same_bytes(_WIDE, wide, 1024, repeats, seed)]
-    as_many = {"budget": 1.0, "bits": 4, "allocation": "even"}
-    for n in tokens:
-        settings = as_many if n <= 8000 else {"budget": 0.125}
-        rows.append(_layers(wide, n, settings, repeats, seed))
-    return [*rows, reading(_WIDE, wide, tokens[0], min(3, repeats), seed)]
+    wide, as_many = partial(wide_model, seed), {"budget": 1.0, "bits": 4, "allocation": "even"}
+    return [
+        partial(_same_bytes, _WIDE, wide, 1024, repeats, seed),
+        *(
+            partial(_layers, wide, n, as_many if n <= 8000 else {"budget": 0.125}, repeats, seed)
+            for n in tokens
+        ),
+        partial(reading, _WIDE, wide, tokens[0], min(3, repeats), seed),
+    ]
 
 
 def _layers(
-    model: Any, tokens: int, settings: dict[str, Any], repeats: int, seed: int
-) -> dict[str, Any]:
+    make: Callable[[], Any], tokens: int, settings: dict[str, Any], repeats: int, seed: int
+) -> Rows:
     """Decoding of whole layers after a prompt, compared with the exact cache, whose attention is
     called as transformers does, and with the queries of a group packed. The exact cache is also
     compared with an empty one."""
+    model = make()
     ids, decoded = prompt(model, tokens, seed), 12
     exact, empty = DynamicCache(config=model.config), DynamicCache(config=model.config)
     ours = SketchCache(model.config, seed=seed, **settings)
@@ -505,7 +548,7 @@ def _layers(
         packed=lambda: run(exact, "packed"),
         empty=lambda: run(empty, usual),
     )
-    return {
+    row = {
         "model": _WIDE,
         "tokens": tokens,
         "settings": ", ".join(f"{name}={value!r}" for name, value in settings.items()),
@@ -513,6 +556,7 @@ def _layers(
         "decode_speed_of_packed": ratio(found, "packed", "ours"),
         "decode_speed_of_exact_without_tokens": ratio(found, "exact", "empty"),
     }
+    return [row]
 
 
 def _packed(
@@ -534,10 +578,11 @@ def prompt(model: Any, tokens: int, seed: int) -> Tensor:
     return torch.randint(3, model.config.vocab_size, (1, tokens), generator=generator)
 
 
-def _same_bytes(what: str, model: Any, slots: int, repeats: int, seed: int) -> dict[str, Any]:
+def _same_bytes(what: str, make: Callable[[], Any], slots: int, repeats: int, seed: int) -> Rows:
     """Decoding with the default method after a prompt of four times the budget, compared with
     DynamicCache after a prompt of as many tokens as the budget. The decoding is long enough for at
     least two compressions."""
+    model = make()
     ids = prompt(model, 4 * slots, seed)
     tokens = 2 * 4 * min(64, slots // 40)
     found: dict[str, list[float]] = {"ours": [], "exact": []}
@@ -546,13 +591,14 @@ def _same_bytes(what: str, model: Any, slots: int, repeats: int, seed: int) -> d
         found["ours"].append(generated(model, ours, ids, tokens)[1])
         exact = DynamicCache(config=model.config)
         found["exact"].append(generated(model, exact, ids[:, :slots], tokens)[1])
-    return {
+    row = {
         "model": what,
         "slots": slots,
         "decoded": tokens,
         "pairs": repeats,
         "decode_speed_of_as_many_tokens": ratio(found, "exact", "ours"),
     }
+    return [row]
 
 
 def main(
@@ -565,7 +611,7 @@ def main(
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
     repeats: Annotated[int, typer.Option(help="Paired runs, of which the median counts.")] = 5,
     seed: int = 0,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    out: ResumeOption = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
     """Example: python -m benchmarks.speed --preset decode --tokens 8192 --json"""
@@ -591,24 +637,29 @@ def main(
             f"--threads {threads} at least 1"
         )
     torch.set_num_threads(threads)
-    console = Console(stderr=True)
-    with torch.inference_mode(), console.status(f"measuring {preset}, which takes a few minutes"):
-        if preset == "decode":
-            rows = decode(repeats, lengths, types, seed)
-        elif preset == "bits":
-            rows = in_bits(repeats, lengths, threads, seed)
-        elif preset == "compress":
-            rows = compress(repeats, lengths, named, seed)
-        elif preset == "prefill":
-            rows = prefill(repeats, lengths[0], seed)
-        elif preset == "layers":
-            rows = layers(repeats, lengths, seed)
-        else:
-            rows = end_to_end(repeats, lengths, seed)
+    if preset == "decode":
+        parts = decode(repeats, lengths, types, seed)
+    elif preset == "bits":
+        parts = in_bits(repeats, lengths, threads, seed)
+    elif preset == "compress":
+        parts = compress(repeats, lengths, named, seed)
+    elif preset == "prefill":
+        parts = prefill(repeats, lengths[0], seed)
+    elif preset == "layers":
+        parts = layers(repeats, lengths, seed)
+    else:
+        parts = end_to_end(repeats, lengths, seed)
+    of_preset = {"compress": {"of": named}, "decode": {"of": types}}.get(preset, {})
     settings = {"tokens": lengths, "threads": threads, "repeats": repeats, "seed": seed}
-    result = {"command": "speed", "preset": preset, "results": rows, "floors": floors()}
-    result |= settings | environment()
+    results = Results(out, command="speed", preset=preset, **of_preset, **settings)
+    console = Console(stderr=True)
+    with torch.inference_mode():
+        for number, part in enumerate(track(parts, preset, console=console)):
+            if not results.has(part=number):
+                results.add([{**row, "part": number} for row in part()])
+    result = {**results.finish(), "floors": floors()}
     save(result, out)
+    rows = result["results"]
     for row in rows:
         shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
         console.print(shown)
