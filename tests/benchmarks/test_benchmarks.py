@@ -82,6 +82,7 @@ def test_default_methods_are_known(benchmark):
     assert "heavy_merge" in [method.name for method in options.methods(default, others)]
 
 
+@pytest.mark.slow
 def test_growth_measures_every_sketch(tmp_path):
     figure = tmp_path / "growth.svg"
     done = grown("--largest", "4096", "--no-million", "--json", "--plot", str(figure))

@@ -73,6 +73,7 @@ def test_a_prefill_does_not_hold_all_layers(layers, tokens, allocation):
     assert summary["peak_kv_bytes"] <= 0.55 * summary["exact_kv_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [16, 4])
 def test_a_deep_model_compresses_each_layer_a_few_times(bits, monkeypatch):
     """Every layer changes the bounds of all layers before it, by little."""

@@ -615,7 +615,10 @@ def test_a_store_is_discarded_only_where_it_was_made_and_is_empty(tmp_path: Path
     assert old.exists()
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "vocabulary", "layers"])
+@pytest.mark.parametrize(
+    "damage",
+    ["cut", "layers", *(pytest.param(x, marks=pytest.mark.slow) for x in ("empty", "vocabulary"))],
+)
 def test_a_damaged_model_is_named(tmp_path: Path, damage: str) -> None:
     """A download that stopped, or a configuration of another model: one line, and no file made with
     random weights."""

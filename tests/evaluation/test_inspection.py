@@ -434,6 +434,7 @@ def test_command_shows_tables(folder, text):
     assert "{" not in shown
 
 
+@pytest.mark.slow
 def test_without_files_the_model_writes_its_own(folder):
     torch.manual_seed(5)
     before = torch.random.get_rng_state()

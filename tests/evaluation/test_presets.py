@@ -278,6 +278,7 @@ def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[st
     return preset("clustergen-table2", model, data, "--out", str(out)), out
 
 
+@pytest.mark.slow
 def test_clustergen_is_run_whole(whole: tuple[dict[str, Any], Path]) -> None:
     shown, out = whole
     assert (shown["command"], shown["preset"]) == (

@@ -384,6 +384,7 @@ def test_page_is_well_formed_and_shows_everything(page: Any) -> None:
     assert len(rows) == sum(len(run.rows) for run in page.runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True])
 def test_a_line_joins_points_of_one_task(
     several: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -164,6 +164,7 @@ def packaged(lines: int, cases: int, **arguments):
     return measure_retrieval(model, tokenizer, task, **arguments)
 
 
+@pytest.mark.slow
 def test_the_first_packaged_model_reads_with_one_head():
     told: list[int] = []
     found = packaged(30, 2, advance=lambda: told.append(1))

@@ -234,6 +234,7 @@ def test_questions_that_are_given_are_what_is_kept_for(llama):
     assert errors[str(questions)] < errors["prompt"]
 
 
+@pytest.mark.slow
 def test_a_retrieval_head_is_found_by_the_second_reading():
     """From a fifth of the slots, in 8 bits, the packaged model answers four questions about records
     of 100 lines after a second reading, and after one by its own queries, asked again; and fewer

@@ -640,7 +640,7 @@ torch.save(logits, {str(tmp_path / "logits.pt")!r})
         torch.testing.assert_close(logits, forward(model, ids_of(1, 1, 7), cache))
 
 
-@pytest.mark.parametrize("method", ["snapkv", "subgen"])
+@pytest.mark.parametrize("method", [pytest.param("snapkv", marks=pytest.mark.slow), "subgen"])
 def test_a_cache_is_an_argument_of_a_new_process(method: str) -> None:
     """torch shares a tensor with a process that begins later as long as it is there: the state of a
     random generator was not."""
@@ -1451,6 +1451,7 @@ def test_checkpointing_in_training_is_refused() -> None:
     assert cache.get_seq_length() == 41
 
 
+@pytest.mark.slow
 def test_float64_in_several_turns() -> None:
     """Slots in few bits are read in float32, and exact ones beside them are not."""
     model = build("llama").double()

@@ -315,6 +315,7 @@ def test_a_sink_that_takes_nothing() -> None:
     close(given, got, reference(given))
 
 
+@pytest.mark.slow
 def test_a_group_of_several_tiles() -> None:
     given = page([20, 5], [0, 33], group=70, sinks=True)
     for splits in (1, 2):

@@ -291,6 +291,7 @@ def test_levels_follow_the_paper_whatever_the_chunks(halving, n, half_t, top, cu
         assert torch.equal(total, torch.full_like(total, float(n)))
 
 
+@pytest.mark.slow
 def test_memory_is_t_per_level():
     sketch = MergeReduce("balancekv", batch_size=32, seed=0)
     for n in (512, 1024, 2048):

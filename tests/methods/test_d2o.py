@@ -41,6 +41,7 @@ def merged(slots, row, head, kept, lost, before, decay):
     return found, threshold
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 999),

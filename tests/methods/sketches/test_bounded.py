@@ -68,6 +68,7 @@ def schedule(n, capacity, t):
     return {level: count for level, count in levels.items() if count}
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
@@ -90,6 +91,7 @@ def test_batches_are_halved_when_room_is_needed_whatever_the_chunks(
             assert {x: level.count(x) for x in set(level)} == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
@@ -299,6 +301,7 @@ def test_everything_held_stays_within_the_budget(method, batch):
             assert cache.nbytes() <= 1.05 * allowed(cache, budget, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", SKETCHES)
 def test_a_float_budget_does_not_depend_on_the_chunks(method):
     """Streaming prefill of 2,049 tokens with a budget of 0.25 keeps as many slots, give or take
